@@ -102,17 +102,18 @@ generate: environment ## Write all generated files: CRDs, fields, commands, rule
 	$(PYTHON) -m tools.values_schema
 	$(PYTHON) -m tools.chart_readme
 	$(PYTHON) -m tools.dashboards
-	$(PYTHON) -m finetune_cli.generate_rules > docs/reference/rules.md
-	$(PYTHON) -m finetune_cli.generate_findings > docs/reference/findings.md
-	$(PYTHON) -m finetune_cli.generate_fields > docs/reference/fields.md
-	$(PYTHON) -m finetune_cli.generate_commands > docs/reference/commands.md
-	$(PYTHON) -m finetune_cli.generate_coming_from > docs/reference/coming-from.md
-	$(PYTHON) -m finetune_operator.decide.failure_table > docs/reference/failures.md
+	$(PYTHON) -m tools.pages.rules > docs/reference/rules.md
+	$(PYTHON) -m tools.pages.findings > docs/reference/findings.md
+	$(PYTHON) -m tools.pages.fields > docs/reference/fields.md
+	$(PYTHON) -m tools.pages.commands > docs/reference/commands.md
+	$(PYTHON) -m tools.pages.coming_from > docs/reference/coming-from.md
+	$(PYTHON) -m finetune_operator.decide.failures.table > docs/reference/failures.md
 	$(PYTHON) -m tests.pitfalls.catalogue > docs/reference/pitfalls.md
 	$(PYTHON) -m tests.sweep.methods_table
 	$(PYTHON) -m finetune_trainer.observe.metrics > docs/reference/trainer-metrics.md
 	$(PYTHON) -m tools.layers_page > docs/reference/layers.md
 	$(PYTHON) -m tools.demo_picture
+	$(PYTHON) -m tools.diagrams
 	$(PYTHON) -m tools.images.locks
 
 .PHONY: format
@@ -189,7 +190,7 @@ NIGHTLY = nightly-tests nightly-e2e nightly-hostile nightly-sweep nightly-idle n
 nightly: environment ## What `make test` leaves out, with seeds and examples that nobody has tried before; a part that fails stops no other
 	$(MAKE) --keep-going SEED=$(NIGHT) kill-test kill-test-elastic kill-test-merge kill-test-publish chaos failures mutation simulate explore sweep tamper-test $(NIGHTLY)
 nightly-tests: environment
-	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly --ignore tests/e2e tests
+	$(VENV)/bin/pytest -q -n 2 --dist loadfile -m nightly --ignore tests/e2e --ignore tests/integration/test_hostile_objects.py tests
 # One process: a machine holds one cluster with nodes.
 nightly-e2e: environment
 	$(VENV)/bin/pytest -q -m nightly tests/e2e
@@ -202,7 +203,6 @@ nightly-idle: environment
 	$(PYTHON) -m tests.idle
 nightly-pace: environment
 	$(MAKE) bench-operator JOBS=1000
-	$(MAKE) bench-operator JOBS=5000
 nightly-benchmarks: environment
 	$(MAKE) --keep-going bench-starts bench-merge bench-trainer bench-prepare bench-chain bench-spot bench-gpu bench-memory bench-preflight bench-validate RUNS=3
 

@@ -15,8 +15,10 @@ most do.
 Tests that are skipped or left for the night are noted for the summary of `tests.suites`.
 """
 
+import asyncio
 import functools
 import gc
+import inspect
 import os
 from collections.abc import Generator, Sequence
 
@@ -86,6 +88,15 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in a loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
@@ -95,6 +106,6 @@ def pytest_runtest_makereport(
     if report.when == "call" and report.passed and (missing := documented_by.not_executed(item.nodeid)):
         report.outcome = "failed"
         report.longrepr = "\n  ".join(
-            ["tests/support/documented_by.py says that this test executes these as they are:", *missing]
+            ["tests/support/documented_by.yaml says that this test executes these as they are:", *missing]
         )
     return report

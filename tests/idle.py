@@ -4,8 +4,6 @@ Fails if the process ends, becomes unhealthy, or asks more of the API server tha
 tests/integration/test_watched_objects.py watches one past its first relist.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import tempfile

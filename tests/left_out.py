@@ -1,7 +1,5 @@
 """What a suite leaves out, and why: noted by the processes that run its tests, and read by `tests.suites`."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

@@ -7,8 +7,6 @@ some seconds after the command; what still runs then is named. The exit code is 
 If the process that started it ends, or it is told to end, the command is interrupted: tests then take down what they have set up.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

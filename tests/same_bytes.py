@@ -5,8 +5,6 @@ once with the sources of COMMIT (in a temporary directory) and once with these. 
 trained adapter or model, checkpoints, merged model. Prints a line for each case and ends with 1 if any differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -75,10 +73,7 @@ def digests(tree: Path, name: str, claims: Path) -> dict[str, str]:
         (claims / claim).mkdir()
     path = claims.parent / f"{name}.yaml"
     path.write_text(manifest(name))
-    environment = os.environ | {
-        "PYTHONPATH": f"{tree / 'operator'}{os.pathsep}{tree / 'trainer_image'}",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": f"{tree / 'operator'}{os.pathsep}{tree / 'trainer_image'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "finetune_cli", "run", str(path), "--claims", str(claims), "--fresh"]
     done = subprocess.run(command, cwd=claims.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -6,8 +6,6 @@ killed.
 With `--at-a-time 5` the gangs are each other's load, which is measured and printed. The exit code is 1 if a run hung or failed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -2,11 +2,9 @@
 
 `python -m tests.suites [NAME...]`. Suites with a cluster wait for most of their time: they run one after another while those that
 compute run as well, which give way. A suite's output is printed when the suite has ended, unless it is the only one. All suites
-run even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 35 minutes on two cores,
+run even when one fails; the exit code is 1 when any did. The budgets add up to the processor minutes of 30 minutes on two cores,
 cold. A suite above its budget is marked and fails nothing: machines are noisy. Below a suite stands what it did not run, and why.
 """
-
-from __future__ import annotations
 
 import itertools
 import os
@@ -28,7 +26,7 @@ BIN = Path(sys.executable).parent
 PYTEST = (str(BIN / "pytest"), "-q", "--durations=5", "-m", f"not {left_out.NIGHTLY}")
 REAPED = (sys.executable, "-m", "tests.reaped")
 ON_BOTH_CORES = (*PYTEST, "-n", "2", "--dist", "loadfile")
-LIMIT_MINUTES = 35.0
+LIMIT_MINUTES = 30.0
 """Of a whole run on two cores, cold."""
 LIMIT_PROCESSOR_MINUTES = 2 * LIMIT_MINUTES
 
@@ -68,8 +66,8 @@ COMPUTING = (
     Suite("unit", 16.0, ((*ON_BOTH_CORES, "tests/unit"),)),
     Suite("merge-matrix", 3.0, ((*ON_BOTH_CORES, "tests/merge_matrix"),)),
     Suite("pitfalls", 2.0, ((*ON_BOTH_CORES, "tests/pitfalls"),)),
-    Suite("sweep", 6.0, ((sys.executable, "-m", "tests.sweep", "--count", "250"),)),
-    Suite("hostile", 2.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
+    Suite("sweep", 3.0, ((sys.executable, "-m", "tests.sweep", "--count", "100"),)),
+    Suite("hostile", 3.0, ((*ON_BOTH_CORES, "tests/hostile"),)),
     Suite("simulation", 1.5, ((*PYTEST, "-n", "2", "tests/simulation"),)),
     Suite(
         "kill",
@@ -84,9 +82,9 @@ COMPUTING = (
 )
 WITH_A_CLUSTER = (
     Suite("cluster-binaries", 10.0, ((sys.executable, "-m", "tools.cluster.binaries"),)),
-    Suite("integration", 10.0, ((*ON_BOTH_CORES, "tests/integration"),)),
+    Suite("integration", 4.0, ((*ON_BOTH_CORES, "tests/integration"),)),
     Suite("images", 5.0, ((sys.executable, "-m", "tools.images", "all"),)),
-    Suite("e2e", 10.0, ((*PYTEST, "tests/e2e"),)),
+    Suite("e2e", 8.0, ((*PYTEST, "tests/e2e"),)),
 )
 GROUPS = (Group(WITH_A_CLUSTER), *(Group((suite,), ("nice", "-n", "10")) for suite in COMPUTING))
 SUITES = tuple(suite for group in GROUPS for suite in group.suites)

@@ -24,8 +24,7 @@ def picture(text: str) -> str:
     width = round(max(map(len, lines)) * CHARACTER_WIDTH + 2 * MARGIN)
     height = len(lines) * LINE_HEIGHT + 2 * MARGIN
     rows = [
-        f'<text x="{MARGIN}" y="{MARGIN + LINE_HEIGHT * number + FONT_SIZE}" textLength="{len(line) * CHARACTER_WIDTH:.1f}" '
-        f'lengthAdjust="spacingAndGlyphs" xml:space="preserve">{_coloured(line)}</text>'
+        f'<text x="{MARGIN}" y="{MARGIN + LINE_HEIGHT * number + FONT_SIZE}" xml:space="preserve">{_coloured(line)}</text>'
         for number, line in enumerate(lines)
         if line
     ]

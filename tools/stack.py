@@ -28,7 +28,7 @@ from tools.cluster.errors import ClusterError, wait_until
 from tools.cluster.node_cluster import NodeCluster
 from tools.cluster.processes import run_command
 from tools.s3 import REGION, running_s3
-from tools.volumes import bound_claim, volume
+from tools.volumes import bound_claim, storage_class, volume
 
 ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_NAMESPACE = "finetune-system"
@@ -72,7 +72,9 @@ class Stack:
                 running_s3(self.cluster.control_plane.binaries.versitygw, self.directory / "s3", network.BRIDGE_ADDRESS)
             )
             for image in (trainer, operator):
-                self._load(image)
+                if not self.cluster.has_image(image.reference):
+                    with image.archive(self.cluster.node.images.blobs()) as archive:
+                        self.cluster.load_image(archive, image.reference)
             for _ in range(self._num_nodes - 1):
                 self.cluster.add_node()
             self.trainer_image, self.operator_image = trainer.reference, operator.reference
@@ -102,24 +104,12 @@ class Stack:
             raise ClusterError(f"{name} has {len(found)} workspace directories: {found}")
         return found[0]
 
-    def _load(self, image: images.Image) -> None:
-        if not self.cluster.has_image(image.reference):
-            with image.archive(self.cluster.node.images.blobs()) as archive:
-                self.cluster.load_image(archive, image.reference)
-
     def _make_claims(self) -> None:
         claims = self.directory / "claims"
         subprocess.run([sys.executable, "-m", "tools.quickstart", claims], cwd=ROOT, check=True)
         self.cluster.kubectl("create", "namespace", NAMESPACE)
         self.cluster.kubectl("label", "namespace", NAMESPACE, *(f"{key}={value}" for key, value in RESTRICTED.items()))
-        self.apply(
-            {
-                "apiVersion": "storage.k8s.io/v1",
-                "kind": "StorageClass",
-                "metadata": {"name": STORAGE_CLASS, "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
-                "provisioner": "kubernetes.io/no-provisioner",
-            }
-        )
+        self.apply(storage_class(STORAGE_CLASS, is_default=True))
         for name in CLAIMS:
             (claims / name).mkdir(exist_ok=True)
             self.apply(volume(NAMESPACE, name, claims / name, storage_class=""), bound_claim(NAMESPACE, name))
@@ -134,8 +124,9 @@ class Stack:
     def _install(self) -> None:
         host, port = host_and_port(self.s3.address)
         api_host, api_port = host_and_port(self.cluster.control_plane.server)
+        repository, _, tag = self.operator_image.rpartition(":")
         values = {
-            "image": _image_values(self.operator_image),
+            "image": {"repository": repository, "tag": tag, "pullPolicy": "Never"},
             "nodeSelector": {"kubernetes.io/hostname": self.cluster.node.place.name},
             "networkPolicy": {
                 "create": True,
@@ -310,8 +301,3 @@ def host_and_port(url: str) -> tuple[str, int]:
     assert parts.hostname is not None
     assert parts.port is not None
     return parts.hostname, parts.port
-
-
-def _image_values(reference: str) -> dict[str, str]:
-    repository, _, tag = reference.rpartition(":")
-    return {"repository": repository, "tag": tag, "pullPolicy": "Never"}

@@ -32,6 +32,17 @@ def volume(namespace: str, name: str, directory: Path, *, storage_class: str, si
     }
 
 
+def storage_class(name: str, *, is_default: bool = False) -> dict[str, Any]:
+    """A storage class whose volumes are made beforehand."""
+    annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
+    return {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": name, "annotations": annotations},
+        "provisioner": "kubernetes.io/no-provisioner",
+    }
+
+
 def bound_claim(namespace: str, name: str) -> dict[str, Any]:
     """A claim on the volume of that name."""
     return {

@@ -112,7 +112,6 @@ def main() -> None:
         "local_seconds": spread(local),
         "ratio_to_local": spread(ratios),
     }
-    RESULT.parent.mkdir(parents=True, exist_ok=True)
     RESULT.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
 

@@ -96,7 +96,6 @@ def keep(record: str, size: str, ranks: int, runs: dict[str, list[dict[str, Any]
     expected = {
         name: asdict(found) for name, of in runs.items() if of and (found := calculated(name, size, ranks, of[0]["device"]))
     }
-    RESULTS.mkdir(parents=True, exist_ok=True)
     (RESULTS / f"{record}.json").write_text(json.dumps({**how, "calculated": expected, "runs": runs}, indent=2) + "\n")
 
 

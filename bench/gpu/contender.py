@@ -173,11 +173,7 @@ def recomputes(size: str) -> bool:
     return bool(SIZES[size].get("recomputes"))
 
 
-OURS: dict[str, dict[str, Any]] = {
-    "ours": {},
-    "compiled": {"compile": True},
-    "deterministic": {"deterministic": True},
-}
+OURS: dict[str, dict[str, Any]] = {"ours": {}, "compiled": {"compile": True}, "deterministic": {"deterministic": True}}
 """Fields of `spec.training`."""
 CONTENDERS: dict[str, Callable[..., tuple[list[float], list[float]]]] = {
     **{name: partial(ours, **training) for name, training in OURS.items()},

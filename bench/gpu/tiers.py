@@ -110,10 +110,7 @@ def resume(scale: Scale, rows: Rows) -> str:
     """A run that is killed and resumed has the bytes of an undisturbed one; and what kernels that promise this cost."""
     files: dict[str, dict[str, bytes]] = {}
     ranks = 1 if scale.is_toy else scale.ranks
-    runs: dict[str, list[Disturbance]] = {
-        "undisturbed": [],
-        "killed": [Fault("train.step:optimizer_step", call=KILLED_IN)],
-    }
+    runs: dict[str, list[Disturbance]] = {"undisturbed": [], "killed": [Fault("train.step:optimizer_step", call=KILLED_IN)]}
     if not scale.is_quick:
         runs["free kernels"] = []
     for name, faults in runs.items():

@@ -53,7 +53,6 @@ def run(name: str, tier: Tier, scale: Scale) -> str:
     if scale.is_toy:
         print(f"{name}: not shown, because there is no GPU: {tier.shows}", flush=True)
     else:
-        RESULTS.mkdir(parents=True, exist_ok=True)
         found = {"device": scale.name, "torch": torch.__version__, "seconds": seconds, "problem": problem, "rows": rows}
         (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
         torch.cuda.empty_cache()

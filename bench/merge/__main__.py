@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,6 @@ def compare(parameters: str, arguments: argparse.Namespace) -> int:
     judged = verdicts(result)
     result["verdicts"] = [asdict(verdict) for verdict in judged]
     suffix = "" if parameters == "1.1B" else f"-{parameters.replace(' ', '-')}"
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"merge{suffix}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print_result(result)
     for verdict in judged:
@@ -118,7 +118,8 @@ def measure(directory: Path, parameters: str, arguments: argparse.Namespace) -> 
             shutil.rmtree(directory / contender)
     import_only = run_once("torch", base, adapter, directory / "torch")["peak_resident_bytes"]
     computed = subprocess.run([sys.executable, "-m", "bench.merge.compute"], check=True, stdout=subprocess.PIPE, text=True)
-    copies = [min(runs["copy"][first : first + COPIES], key=seconds_of) for first in range(0, len(runs["copy"]), COPIES)]
+    rounds = [runs["copy"][first : first + COPIES] for first in range(0, len(runs["copy"]), COPIES)]
+    copies = [min(found, key=lambda run: float(run["seconds"])) for found in rounds]
     above = statistics.median(run["peak_resident_bytes"] for run in runs["ours"]) - import_only
     return {
         "parameters": parameters,
@@ -159,11 +160,6 @@ def run_once(contender: str, base: Path, adapter: Path, output: Path) -> dict[st
 def processor_seconds_of_children() -> float:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
-
-
-def seconds_of(run: dict[str, Any]) -> float:
-    seconds: float = run["seconds"]
-    return seconds
 
 
 def import_seconds(base: Path, adapter: Path, directory: Path) -> float:
@@ -286,12 +282,6 @@ def print_result(result: dict[str, Any]) -> None:
         )
     if result["different_tensors"] is not None:
         print(f"tensors: {result['num_tensors']}, different from PEFT's: {len(result['different_tensors'])}")
-
-
-def version(distribution: str) -> str:
-    from importlib.metadata import version as installed
-
-    return installed(distribution)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,7 @@ def measure(rank: int = RANK, num_rows: int = 5632, num_columns: int = 2048) -> 
     import torch
 
     from finetune_trainer.merge.changes import Orientation
-    from finetune_trainer.merge.steps.low_rank import LowRankStep
-    from finetune_trainer.merge.steps.products import Factors
+    from finetune_trainer.merge.steps.low_rank import Factors, LowRankStep
     from finetune_trainer.merge.steps.step import Scratch
 
     num_threads = len(os.sched_getaffinity(0))

@@ -18,11 +18,10 @@ COPY_BYTES = 8 << 20
 
 def ours(base: Path, adapter: Path, output: Path) -> dict[str, int]:
     """What `finetune merge --no-verify` starts."""
-    from finetune_trainer.processes.start import keep_bitsandbytes_out, keep_meta_kernels_out
+    from finetune_trainer.processes.start import keep_bitsandbytes_out
     from finetune_trainer.roles.merge_command import parser, run
 
     keep_bitsandbytes_out()
-    keep_meta_kernels_out()
     paths = ["--base", str(base), "--adapter", str(adapter), "--output", str(output)]
     report = run(parser().parse_args([*paths, "--no-verify", "--max-shard-size", "5GB"]))
     return {name: report[name] for name in ("bytes_read", "bytes_written")}

@@ -63,9 +63,7 @@ class Player:
         await self._client.patch_status(pods, name, _container({"running": {"startedAt": begun}}, "Running"))
         await self._client.patch_status(jobs, name, {"active": 1, "ready": 1, "startTime": begun})
         report = TerminationReport(
-            role=job["labels"][LABEL_ROLE],
-            outcome=Outcome.SUCCEEDED,
-            facts={"model_digest": "m" * 64, "data_hash": "d" * 64},
+            role=job["labels"][LABEL_ROLE], outcome=Outcome.SUCCEEDED, facts={"model_digest": "m" * 64, "data_hash": "d" * 64}
         )
         ended = {"exitCode": 0, "reason": "Completed", "startedAt": begun, "finishedAt": _now(), "message": report.envelope()}
         await self._client.patch_status(pods, name, _container({"terminated": ended}, "Succeeded"))

@@ -1,9 +1,9 @@
 """The table, and the thresholds that a nightly run must keep.
 
-How soon 1,000 jobs have a first child, what CPU their lives take, and how soon an operator has read 5,000 jobs, depends on the
-machine. So those thresholds are multiples of the floor, the time that its API server takes for three objects of each job without
-an operator: 5 s and 10 s until the first child, 40 ms of CPU per life, and 20 s to read, on a machine with a floor of 4.3 s per
-1,000 jobs. The rate of the newcomers is the target's 20 a second divided in the same way.
+The operator is made for 1,000 jobs in 300 MB of memory. How soon they have a first child, what CPU their lives take, and how soon
+an operator has read them, depends on the machine. So those thresholds are multiples of the floor, the time that its API server
+takes for three objects of each job without an operator: 5 s and 10 s until the first child, 40 ms of CPU per life, and 4 s to
+read, on a machine with a floor of 4.3 s. The rate of the newcomers is the target's 20 a second divided in the same way.
 """
 
 from __future__ import annotations

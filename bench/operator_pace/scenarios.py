@@ -120,10 +120,7 @@ async def floor(stage: Stage) -> None:
     await in_parallel(stage.num_jobs, write)
     stage.record(
         "floor",
-        {
-            "seconds": time.monotonic() - begun,
-            "api_server_cpu_seconds": cpu_seconds(stage.plane.api_server.process.pid) - cpu,
-        },
+        {"seconds": time.monotonic() - begun, "api_server_cpu_seconds": cpu_seconds(stage.plane.api_server.process.pid) - cpu},
     )
     for collection in (JOBS, BATCH_JOBS, CONFIG_MAPS):
         await stage.client.delete_all(collection.format("floor"))

@@ -1,7 +1,7 @@
 """`python -m bench.preflight`: time and memory of preflight's look at models that no test machine could load.
 
 The models are declared, not made: real configurations, files whose headers name every tensor, and holes for weights. Each
-measurement is `finetune_trainer.roles.rehearse` as preflight starts it, in a process of its own; next to it, in the same
+measurement is `finetune_trainer.preflight.model_process` as preflight starts it, in a process of its own; next to it, in the same
 run, a process that only imports torch, transformers and peft. Prints CPU and wall seconds, peak resident memory and the ratio of
 both to the bare imports, and fails where one passes the limits, or was refused. One that passes four times the limit is ended.
 
@@ -29,7 +29,6 @@ from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.cpus import available_cpus
-from finetune_trainer.roles.rehearse import CHECK
 from tests.support.declared_model import LLAMA_70B, MIXTRAL_8X22B, QWEN3_235B, declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 from tools.quickstart import make_tokenizer
@@ -38,10 +37,7 @@ RESULT = Path(__file__).parents[1] / "results" / "preflight.json"
 LIMIT_SECONDS, LIMIT_BYTES = 20.0, 1 << 30
 MODELS = {"llama-70b": LLAMA_70B, "mixtral-8x22b": MIXTRAL_8X22B, "qwen3-235b": QWEN3_235B}
 SUPPORTED = tuple(kind.value for kind, method in METHODS.items() if not method.refused)
-SETTINGS: dict[str, dict[str, Any]] = {
-    "OFT": {"oftBlockSize": 32, "r": 0},
-    "TrainableTokens": {"tokenIndices": [1, 2, 3]},
-}
+SETTINGS: dict[str, dict[str, Any]] = {"OFT": {"oftBlockSize": 32, "r": 0}, "TrainableTokens": {"tokenIndices": [1, 2, 3]}}
 """Where PEFT's defaults do not fit the method's own rules, or the merge."""
 GIVEN_UP = 4
 """Times the limit."""
@@ -107,7 +103,6 @@ def keep(found: dict[str, dict[str, Any]], bare: dict[str, Any], versions: dict[
         "imports": bare,
         "models": {name: found[name] for name in sorted(found)},
     }
-    RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
 
 
@@ -128,16 +123,10 @@ def plan(method: str, fsdp_version: int) -> RunPlan:
 
 def look(directory: Path, method: str, fsdp_version: int, bare: dict[str, Any]) -> dict[str, Any]:
     """One measurement, and how it compares."""
-    reading, writing = os.pipe()
-    os.write(writing, CHECK)
-    os.close(writing)
-    command = [sys.executable, "-m", "finetune_trainer.roles.rehearse", "--parent", str(os.getpid())]
-    command += ["--model", str(directory), "--scratch", str(directory / "unused"), "--commands", str(reading)]
-    figures = measured(command, plan(method, fsdp_version).model_dump_json().encode(), (reading,))
-    os.close(reading)
-    said = json.loads(figures.pop("said") or "{}").get("checked", {"code": 1, "answer": ""})
-    figures["ended"] = figures["ended"] or ("" if said["code"] == 0 else f"the look at the model: {said['code']}")
-    answer = json.loads(said["answer"] or "[null, []]")
+    command = [sys.executable, "-m", "finetune_trainer.preflight.model_process", "--parent", str(os.getpid())]
+    command += ["--model", str(directory)]
+    figures = measured(command, plan(method, fsdp_version).model_dump_json().encode())
+    answer = json.loads(figures.pop("said") or "[null, []]")
     return {
         **figures,
         "ratio_seconds": round(figures["cpu_seconds"] / bare["cpu_seconds"], 2),
@@ -146,15 +135,14 @@ def look(directory: Path, method: str, fsdp_version: int, bare: dict[str, Any]) 
     }
 
 
-def measured(command: list[str], said: bytes, pass_fds: tuple[int, ...] = ()) -> dict[str, Any]:
+def measured(command: list[str], said: bytes) -> dict[str, Any]:
     """Seconds, CPU seconds and peak resident memory of a process, what it answered, and how it ended where that was not well."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as answer:
         told.write(said)
         told.seek(0)
         start = time.monotonic()
-        files: dict[str, Any] = {"stdin": told, "stdout": answer, "pass_fds": pass_fds}
-        process = subprocess.Popen(command, env=environment, preexec_fn=bounded, **files)  # noqa: PLW1509 - no threads here
+        process = subprocess.Popen(command, env=environment, preexec_fn=bounded, stdin=told, stdout=answer)  # noqa: PLW1509 - no threads here
         _, status, usage = os.wait4(process.pid, 0)
         seconds = time.monotonic() - start
         code = process.returncode = os.waitstatus_to_exitcode(status)

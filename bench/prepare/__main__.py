@@ -48,7 +48,6 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="bench-prepare-", dir=arguments.directory) as name:
         result = measure(Path(name), arguments, contenders)
     if not arguments.ours_only:
-        RESULT.parent.mkdir(exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     for contender in contenders:
         figures = result[contender]

@@ -14,8 +14,7 @@ from typing import Any
 from bench.spot.trace import Event
 from finetune_job.names import LABEL_ROLE
 from finetune_job.progress import Progress
-from finetune_operator.cluster.cache import JobKey
-from finetune_operator.cluster.kinds import JOBS, PODS
+from finetune_operator.client.kinds import JOBS, PODS, JobKey
 from finetune_trainer.checkpoint.interval import best_interval
 from tests.simulation.api_server import Document, owned_by
 from tests.simulation.controllers import is_over, is_true, phase_of

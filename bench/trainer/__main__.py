@@ -83,7 +83,6 @@ def compare(arguments: argparse.Namespace, size: workload.Size) -> int:
         results["worlds"][str(world_size)] = world | {"verdicts": [asdict(verdict) for verdict in judged]}
         failed |= bool(world["problems"]) or not (are_reached(judged) or arguments.toy)
         show(world, judged, world_size, threads)
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / record_name(arguments, size)).write_text(json.dumps(results, indent=2) + "\n")
     return 1 if failed else 0
 
@@ -120,12 +119,7 @@ def run_once(name: str, arguments: argparse.Namespace, size: workload.Size, worl
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             (directory / "port").write_text(str(listener.getsockname()[1]))
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-m", "bench.trainer.contender", name, text, arguments.method]
         processes = [
             subprocess.Popen(

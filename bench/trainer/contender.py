@@ -96,8 +96,7 @@ def bare(directory: Path, method: str, rank: int, world_size: int) -> Figures:
     if method == "LoRA":
         torch.manual_seed(workload.SEED)
         model = get_peft_model(
-            model,
-            LoraConfig(task_type="CAUSAL_LM", r=workload.RANK, lora_alpha=workload.ALPHA, target_modules="all-linear"),
+            model, LoraConfig(task_type="CAUSAL_LM", r=workload.RANK, lora_alpha=workload.ALPHA, target_modules="all-linear")
         )
     if world_size > 1:
         for layer in [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]:

@@ -1,15 +1,24 @@
-"""How every verb answers: its errors in one message, its result as text, JSON or YAML."""
+"""Panels of the help, and how every verb reads manifests, reports errors, and prints its answer as text, JSON or YAML."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.render.signs_of_life import SignsOfLife
+
+STANDARD_INPUT = "-"
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Suffixes of the files that are read from a directory, the same as for kubectl."""
+_NONE = "no manifest is given; name a FILE, or - for standard input"
 
 
 class Output(StrEnum):
@@ -20,20 +29,57 @@ class Output(StrEnum):
     YAML = "yaml"
 
 
+class Panel(StrEnum):
+    """The title above a group of verbs, in the order of the help."""
+
+    TRAIN = "Train"
+    LOOK = "Look"
+    CHANGE = "Change"
+    RESULTS = "Results"
+    OTHER = "Other"
+
+
+class VerbGroup(TyperGroup):
+    """The group of all verbs, which prints their help in panels and an error as one message.
+
+    Typer prints panels only with rich, which adds borders and emphasis. Help is also read in files and by people who set
+    NO_COLOR, so the panels are printed as plain text here.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb that the command line names."""
+        with reported_errors():
+            return super().invoke(ctx)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write a section for each panel that has commands."""
+        commands: list[Any] = [self.get_command(ctx, name) for name in self.list_commands(ctx)]
+        width = formatter.width - 6 - max((len(command.name) for command in commands), default=0)
+        for panel in Panel:
+            rows = [
+                (command.name, command.get_short_help_str(width))
+                for command in commands
+                if command.rich_help_panel == panel and not command.hidden
+            ]
+            if rows:
+                with formatter.section(panel):
+                    formatter.write_dl(rows)
+
+
 @contextmanager
 def reported_errors() -> Iterator[None]:
-    """Print an error of a command as one message, and end it with the error's exit code; Ctrl-C ends it silently."""
+    """Print an error of a command as one message, and exit with the error's exit code; exit silently on Ctrl-C."""
     try:
         yield
     except LocalError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
     except BrokenPipeError:
-        # Who read the answers has gone: typer ends without a word.
+        # The program that reads our output has ended: typer exits silently.
         raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"{place}{error.strerror or error}; check the path, your rights and the room on the disk", err=True)
+        typer.echo(f"{place}{error.strerror or error}; check the path, your permissions and the room on the disk", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except RecursionError as error:
         typer.echo("the input is nested too deeply", err=True)
@@ -42,18 +88,21 @@ def reported_errors() -> Iterator[None]:
         raise typer.Exit(ExitCode.INTERRUPTED) from error
 
 
+def tell(message: str) -> None:
+    """Print a message to standard error."""
+    typer.echo(message, err=True)
+
+
 @contextmanager
 def signs_of_life(doing: str) -> Iterator[None]:
-    """Say on standard error, every half minute, that this is still being done."""
-    from finetune_cli.render.signs_of_life import SignsOfLife
-
-    with SignsOfLife(lambda line: typer.echo(line, err=True)) as signs:
+    """Print to standard error, every half minute, what the command is still doing."""
+    with SignsOfLife(tell) as signs:
         signs.doing(doing)
         yield
 
 
 def print_answer(output: Output, text: Callable[[], str], document: Callable[[], Any]) -> None:
-    """Print the answer in the form that was asked for."""
+    """Print the answer in the requested form."""
     from finetune_cli.render.verdicts import as_json, as_yaml
 
     match output:
@@ -65,24 +114,43 @@ def print_answer(output: Output, text: Callable[[], str], document: Callable[[],
             typer.echo(as_yaml(document()), nl=False)
 
 
+def read_text(name: str) -> str:
+    """Return the text of a file, or of standard input (`-`). Raises LocalError."""
+    from finetune_cli.documents import MAX_FILE_BYTES
+
+    try:
+        # One byte beyond the limit is enough to recognise a file that is too large, so the rest is not read.
+        if name == STANDARD_INPUT:
+            return sys.stdin.buffer.read(MAX_FILE_BYTES + 1).decode()
+        with Path(name).open("rb") as file:
+            return file.read(MAX_FILE_BYTES + 1).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise LocalError(f"{name}: cannot be read ({reason}); give a file in UTF-8, or - for standard input") from error
+
+
 def manifest_text(argument: str | None, option: str | None) -> str:
-    """Return the text of the one manifest that is named as argument or with -f; end the command if there is not exactly one."""
-    from finetune_cli.inputs import InputError, one_file
-
-    try:
-        file = one_file(argument, option)
-    except InputError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error
-    return text_of(file)
+    """Return the text of the one manifest that the argument or -f names. Raises LocalError."""
+    named = [name for name in (argument, option) if name is not None]
+    if not named:
+        raise LocalError(_NONE)
+    if len(named) > 1:
+        raise LocalError(f"{argument} and -f {option} are two manifests; give one of them")
+    return read_text(named[0])
 
 
-def text_of(file: str) -> str:
-    """Return the text of a file, or of standard input (`-`); end the command with a message if it cannot be read."""
-    from finetune_cli.inputs import InputError, read_text
-
-    try:
-        return read_text(file)
-    except InputError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error
+def read_files(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return name and text of every file; files of a directory are sorted by name. Raises LocalError, also without any file."""
+    if not names:
+        raise LocalError(_NONE)
+    files: list[str] = []
+    for name in names:
+        directory = Path(name)
+        if name == STANDARD_INPUT or not directory.is_dir():
+            files.append(name)
+            continue
+        inside = sorted(str(path) for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
+        if not inside:
+            raise LocalError(f"{name}: holds no {', '.join(SUFFIXES)}; give a file or a directory of manifests")
+        files += inside
+    return [(file, read_text(file)) for file in files]

@@ -1,7 +1,7 @@
-"""`finetune` and `kubectl finetune`: all verbs, and here those that judge, explain and look.
+"""`finetune` and `kubectl finetune`: collects all verbs, and defines those that check, estimate and explain.
 
-Each reads its input, calls its module in `commands`, prints, and exits. What a verb needs is imported where that verb begins,
-so that each answers at once.
+Each verb reads its input, calls its module in `commands`, prints, and exits. It imports what it needs inside its function, so
+that every verb starts quickly.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
-from finetune_cli.answers import Output, manifest_text, print_answer, reported_errors, signs_of_life, text_of
+from finetune_cli.answers import Output, Panel, VerbGroup, manifest_text, print_answer, read_files, read_text, signs_of_life, tell
 from finetune_cli.change_verbs import change_app
 from finetune_cli.cluster_verbs import (
     DEFAULT_CLAIMS,
@@ -29,7 +31,7 @@ from finetune_cli.cluster_verbs import (
 )
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local_verbs import ClaimsDirectory, local_app
-from finetune_cli.panels import Panel, PanelGroup
+from finetune_memory.devices import known_devices
 
 if TYPE_CHECKING:
     from finetune_cli.checks.validate import Report
@@ -37,10 +39,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="finetune",
-    cls=PanelGroup,
+    cls=VerbGroup,
     no_args_is_help=True,
     add_completion=False,
-    # Plain help and messages: they are read in files too, and by people who set NO_COLOR.
+    # Help and messages are plain because they are also read in files, and by people who set NO_COLOR.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -50,7 +52,7 @@ app.add_typer(local_app)
 app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
-"""Variable by which a shell's script asks for words, as typer names it."""
+"""Environment variable that a completion script sets to ask for words; typer expects this name."""
 Filename = Annotated[str | None, typer.Option("-f", "--filename", help="Same as FILE, for users of kubectl.")]
 
 
@@ -64,8 +66,6 @@ class Shell(StrEnum):
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from importlib.metadata import version
-
         typer.echo(f"finetune {version('finetune-operator')}")
         raise typer.Exit
 
@@ -89,8 +89,6 @@ def completion(shell: Annotated[Shell, typer.Argument(help="The shell.")]) -> No
 
     For bash: source <(finetune completion bash)
     """
-    from typer.completion import get_completion_script  # type: ignore[attr-defined]
-
     typer.echo(get_completion_script(prog_name="finetune", complete_var=COMPLETION, shell=shell.value))
 
 
@@ -103,20 +101,17 @@ def validate(
     filename: Annotated[
         list[str] | None, typer.Option("-f", "--filename", help="Same as FILE, for users of kubectl; may be repeated.")
     ] = None,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    output: Form = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: Annotated[
         Path | None,
         typer.Option(
-            help="Directory that holds a directory for each claim; the first records there are checked, too. "
+            help="Directory that holds a directory for each claim; the first records there are also checked. "
             "Unset: runs/claims, if it exists."
         ),
     ] = None,
     claim: ClaimPaths = None,
-    fix: Annotated[
-        bool,
-        typer.Option("--fix", help="Print the manifests with all safe fixes applied."),
-    ] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Print the manifests with all safe fixes applied.")] = False,
 ) -> None:
     """Check manifests against every rule.
 
@@ -128,22 +123,14 @@ def validate(
     error. The exit code is that of the fixed manifests.
     """
     from finetune_cli.checks.validate import validate_files
-    from finetune_cli.inputs import InputError, read_files
     from finetune_cli.render.verdicts import report_document, report_text
 
-    profile_text = text_of(str(profile)) if profile is not None else None
-    try:
-        files = read_files([*(file or []), *(filename or [])])
-    except InputError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(ExitCode.UNUSABLE) from error
+    profile_text = read_text(str(profile)) if profile is not None else None
+    files = read_files([*(file or []), *(filename or [])])
     records = first_records(claims, claim)
     if fix:
         if output is not Output.TEXT:
-            typer.echo(
-                f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out", err=True
-            )
-            raise typer.Exit(ExitCode.UNUSABLE)
+            raise LocalError(f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out")
         raise typer.Exit(_fix(files, profile_text, records))
 
     def show(report: Report) -> None:
@@ -163,15 +150,14 @@ def estimate(
         Path | None, typer.Option(help="Directory of the base model, or its config.json; required for hf:// models.")
     ] = None,
     gpu_memory: Annotated[str | None, typer.Option(help="Memory of one device, as in 80Gi. Unset: the profile's.")] = None,
-    gpu: Annotated[str | None, typer.Option(help="Name of the device, as in H100. Unset: the profile's.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help=f"Name of the device. Unset: the profile's. Known: {', '.join(known_devices())}.")
+    ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of one pass over the data; needed for the hours of a run that is set in epochs."),
     ] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration that gpu-check measured on such a device. Unset: assumed values.")
-    ] = None,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    output: Form = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
 ) -> None:
@@ -181,23 +167,18 @@ def estimate(
 
     Exit codes: 0: it fits, or no limit is known; 1: refused or too large; 2: unusable input.
     """
-    from finetune_cli.checks import estimate as estimate_command
-    from finetune_cli.checks.calibration import CalibrationError, read_calibration
+    from finetune_cli.checks.estimate import EstimateOptions
+    from finetune_cli.checks.estimate import estimate as estimate_jobs
     from finetune_cli.render.estimate import estimate_document, estimate_text
 
-    try:
-        measured = None if calibration is None else read_calibration(text_of(str(calibration)))
-        estimates = estimate_command.estimate(
-            manifest_text(file, filename),
-            profile=text_of(str(profile)) if profile is not None else None,
-            claims=claims,
-            options=estimate_command.EstimateOptions(model, gpu_memory, gpu, tokens, measured),
-        )
-    except (CalibrationError, estimate_command.EstimateError) as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(error.exit_code) from error
+    estimates = estimate_jobs(
+        manifest_text(file, filename),
+        profile=read_text(str(profile)) if profile is not None else None,
+        claims=claims,
+        options=EstimateOptions(model, gpu_memory, gpu, tokens),
+    )
     print_answer(output, lambda: estimate_text(estimates), lambda: estimate_document(estimates))
-    raise typer.Exit(ExitCode.DONE if all(each.verdict.fits for each in estimates) else ExitCode.REFUSED)
+    raise typer.Exit(ExitCode.DONE if all(job.verdict.fits for job in estimates) else ExitCode.REFUSED)
 
 
 @app.command(rich_help_panel=Panel.LOOK)
@@ -209,23 +190,22 @@ def doctor(
     probe: Annotated[
         bool, typer.Option("--probe/--no-probe", help="Test with two pods whether the network enforces NetworkPolicies.")
     ] = True,
-    image: Annotated[str | None, typer.Option(help="Image with Python for the two pods. Unset: the profile's.")] = None,
     timeout: Annotated[
         int, typer.Option(min=60, help="Time limit of the two pods in seconds, including pulls of the image.")
     ] = 300,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    output: Form = Output.TEXT,
 ) -> None:
     """Check whether a cluster is ready for jobs.
 
-    Looks at version, definitions, operator, profile, your rights, storage, and whether the network isolates runs.
+    Looks at version, definitions, operator, profile, your permissions, storage, and whether the network isolates runs.
 
     Exit codes: 0: ready; 1: something is missing; 2: no usable kubeconfig; 3: something could not be read; 130: interrupted.
     """
     from finetune_cli.checks.cluster import exit_code
     from finetune_cli.commands.doctor import doctor_document, doctor_text, examine
 
-    with reported_errors(), signs_of_life("looking at the cluster"):
-        facts, checks = examine(context=context, namespace=namespace, profile=profile, image=image, probe=probe, seconds=timeout)
+    with signs_of_life("looking at the cluster"):
+        facts, checks = examine(context=context, namespace=namespace, profile=profile, probe=probe, seconds=timeout)
     print_answer(output, lambda: doctor_text(checks), lambda: doctor_document(facts, checks))
     raise typer.Exit(exit_code(checks))
 
@@ -239,7 +219,7 @@ def data(
     claim: ClaimPaths = None,
     records: Annotated[int, typer.Option("-n", "--records", min=0, help="Number of records shown of each source.")] = 2,
     first: Annotated[int, typer.Option(min=1, help="Number of records read and counted of each source.")] = 1000,
-    output: Annotated[Output, typer.Option("-o", "--output", help="Form of the answer.")] = Output.TEXT,
+    output: Form = Output.TEXT,
 ) -> None:
     """Show the first records as training sees them.
 
@@ -254,12 +234,11 @@ def data(
     from finetune_cli.render.data import look_document, look_text
     from finetune_cli.render.verdicts import report_text
 
-    with reported_errors():
-        seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
+    seen = look_at(manifest_text(file, filename), claims, parse_claims(claim or []), shown=records, limit=first)
     if isinstance(seen, Report):
         typer.echo(report_text(seen), nl=False)
         raise typer.Exit(seen.exit_code)
-    # Without a terminal nothing is coloured, so nothing has to be taken out.
+    # Only a terminal gets colours, so that a file holds no escape codes.
     in_colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     print_answer(output, lambda: look_text(seen, in_colour=in_colour), lambda: look_document(seen))
     raise typer.Exit(ExitCode.REFUSED if seen.is_refused else ExitCode.DONE)
@@ -287,7 +266,8 @@ def explain(
     can help. With -n or --context, the word is the name of a job. Without a word it lists all findings.
     """
     if word is not None and (word.startswith(_JOB_PREFIXES) or namespace is not None or context is not None):
-        raise typer.Exit(explain_job(word.rpartition("/")[2], context, namespace, output))
+        explain_job(word.rpartition("/")[2], context, namespace, output)
+        return
     from finetune_cli.commands.explain import explain as find
     from finetune_cli.commands.explain import nearest
     from finetune_cli.render import explanations
@@ -299,21 +279,17 @@ def explain(
     if not meanings:
         near = nearest(word)
         suggestion = f"; did you mean {', '.join(near)}?" if near else "; `finetune explain` lists all findings"
-        typer.echo(f"unknown term: {word}{suggestion}", err=True)
-        raise typer.Exit(ExitCode.UNUSABLE)
+        raise LocalError(f"unknown term: {word}{suggestion}")
     print_answer(output, lambda: explanations.explained_text(meanings), lambda: explanations.explained_document(word, meanings))
 
 
 def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:
-    """show: for what the rules alone say, if claims are wrongly given, which ends the command."""
-    if records is None:
-        return report
-    with reported_errors():
-        try:
-            return records.judged(report, lambda message: typer.echo(message, err=True))
-        except LocalError:
-            show(report)
-            raise
+    """Add the findings of the first records. If they cannot be read, show the report without them and raise LocalError."""
+    try:
+        return report if records is None else records.judged(report, tell)
+    except LocalError:
+        show(report)
+        raise
 
 
 def _fix(files: list[tuple[str, str]], profile: str | None, records: FirstRecords | None) -> ExitCode:

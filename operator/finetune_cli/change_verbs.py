@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
-from finetune_cli.cluster_verbs import ClaimPaths, Context, Form, JobName, Namespace, first_records
+from finetune_cli.answers import Output, Panel, print_answer, read_text, signs_of_life, tell
+from finetune_cli.cluster_verbs import ClaimPaths, Context, Form, JobName, Namespace, cluster_of, first_records, status
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.panels import Panel
+from finetune_cli.jobs.durations import parse_duration
+from finetune_job.reasons import ConditionType
 
 if TYPE_CHECKING:
     from finetune_cli.commands.change_jobs import Change
@@ -23,7 +24,7 @@ NewName = Annotated[str | None, typer.Option("--name", help="Name of the new job
 
 
 class RecordFormat(StrEnum):
-    """The values of DataFormat, whose module takes long to load."""
+    """The values of DataFormat, repeated here because its module loads slowly."""
 
     CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"
@@ -46,36 +47,26 @@ def submit(
     Exit codes: 0: created (with --watch: and succeeded); 1: refused (with --watch: or failed); 2: unusable input or no usable
     kubeconfig; 3: the API server rejected the request; 130: interrupted.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import submit as submit_jobs
     from finetune_cli.render.verdicts import report_document, report_text
 
-    with reported_errors():
-        report, made = submit_jobs(Cluster(context, namespace), text_of(file), file, namespace, is_watched=watch)
-        if not made:
-            print_answer(output, lambda: report_text(report), lambda: report_document(report))
-            raise typer.Exit(report.exit_code)
-        typer.echo(report_text(report), nl=False, err=True)
-        if not watch:
-            print_answer(
-                output,
-                lambda: "".join(each.text() for each in made),
-                lambda: {"jobs": [each.document() for each in made]},
-            )
-            return
+    report, made = submit_jobs(cluster_of(context, namespace), read_text(file), file, namespace, is_watched=watch)
+    if not made:
+        print_answer(output, lambda: report_text(report), lambda: report_document(report))
+        raise typer.Exit(report.exit_code)
+    typer.echo(report_text(report), nl=False, err=True)
+    if not watch:
+        print_answer(output, lambda: "".join(each.text() for each in made), lambda: {"jobs": [each.document() for each in made]})
+        return
     typer.echo(made[0].text(), nl=False)
     raise typer.Exit(_watched(made[0], context, output))
 
 
 def _watched(change: Change, context: str | None, output: Output) -> ExitCode:
-    from finetune_cli.cluster.objects import Cluster
-    from finetune_cli.cluster_verbs import status
     from finetune_cli.commands.follow import outcome
-    from finetune_job.reasons import ConditionType
 
     status(name=change.job.name, namespace=change.job.namespace, watch=True, context=context, output=output)
-    with reported_errors():
-        ended = Cluster(context, change.job.namespace).job(change.job.name)
+    ended = cluster_of(context, change.job.namespace).job(change.job.name)
     code = outcome(ended, ConditionType.FINISHED)
     return ExitCode.FAILED if code is None else code
 
@@ -86,11 +77,9 @@ def suspend(*, name: JobName, namespace: Namespace = None, context: Context = No
 
     Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with reported_errors():
-        _print(set_suspended(Cluster(context, namespace), name, suspended=True), output)
+    _print(set_suspended(cluster_of(context, namespace), name, suspended=True), output)
 
 
 @change_app.command(rich_help_panel=Panel.CHANGE)
@@ -99,11 +88,9 @@ def resume(*, name: JobName, namespace: Namespace = None, context: Context = Non
 
     Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import set_suspended
 
-    with reported_errors():
-        _print(set_suspended(Cluster(context, namespace), name, suspended=False), output)
+    _print(set_suspended(cluster_of(context, namespace), name, suspended=False), output)
 
 
 @change_app.command(rich_help_panel=Panel.CHANGE)
@@ -122,13 +109,11 @@ def cancel(
     Exit codes: 0: done; 1: the job has ended; 2: no such job or no usable kubeconfig; 3: the API server rejected the request;
     130: not confirmed.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import cancel as cancel_job
 
-    if not yes and _is_terminal() and not typer.confirm(f"End {name} for good?", err=True):
+    if not yes and sys.stdin.isatty() and not typer.confirm(f"End {name} for good?", err=True):
         raise typer.Exit(ExitCode.INTERRUPTED)
-    with reported_errors():
-        _print(cancel_job(Cluster(context, namespace), name), output)
+    _print(cancel_job(cluster_of(context, namespace), name), output)
 
 
 @change_app.command(rich_help_panel=Panel.CHANGE)
@@ -142,11 +127,9 @@ def retry(
     Exit codes: 0: done; 1: there is nothing to retry; 2: no such job or no usable kubeconfig;
     3: the API server rejected the request.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import retry as retry_job
 
-    with reported_errors():
-        _print(retry_job(Cluster(context, namespace), name, new_name), output)
+    _print(retry_job(cluster_of(context, namespace), name, new_name), output)
 
 
 @change_app.command(rich_help_panel=Panel.CHANGE)
@@ -157,8 +140,7 @@ def fork(
         list[str] | None, typer.Option("--set", help="PATH=VALUE, as in training.learningRate=1e-4; may be repeated.")
     ] = None,
     start: Annotated[
-        str | None,
-        typer.Option("--from", help="Start from a checkpoint of the job: its step, or newest. Unset: the base model."),
+        str | None, typer.Option("--from", help="Start from a checkpoint of the job: its step, or newest. Unset: the base model.")
     ] = None,
     new_name: NewName = None,
     namespace: Namespace = None,
@@ -167,19 +149,17 @@ def fork(
     """Print the manifest of a changed job.
 
     The new job has the spec of JOB with your changes, and its own place for results. With --from it begins with the parameters of
-    a checkpoint, on the same workspace claim; optimizer and schedule start anew.
+    a checkpoint, on the same workspace claim; optimizer and schedule start again.
 
     Exit codes: 0: the rules accept it; 1: they refuse it; 2: no such job or no usable kubeconfig;
     3: the cluster could not be read.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.change_jobs import fork as fork_job
     from finetune_cli.jobs.next_manifest import parse_change
     from finetune_cli.render.verdicts import report_text
 
-    with reported_errors():
-        parsed = [parse_change(each) for each in changes or []]
-        text, report = fork_job(Cluster(context, namespace), name, new_name, parsed, start)
+    parsed = [parse_change(each) for each in changes or []]
+    text, report = fork_job(cluster_of(context, namespace), name, new_name, parsed, start)
     typer.echo(text, nl=False)
     if any(verdict.findings for verdict in report.verdicts):
         typer.echo(report_text(report), nl=False, err=True)
@@ -198,25 +178,20 @@ def download(
 ) -> None:
     """Copy the results of a job to this machine.
 
-    A pod that lives for the time of the copy reads them from their claim. Each file is checked against SHA256SUMS. Run the
+    A pod that exists only during the copy reads them from their claim. Each file is checked against SHA256SUMS. Run the
     command again to continue an interrupted copy.
 
     Exit codes: 0: all files are here; 1: the results are not complete yet; 2: no such job, or its results are elsewhere;
     3: they could not be read or written; 130: interrupted.
     """
-    from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.download import Listener
     from finetune_cli.commands.download import download as download_results
-    from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.local.launch import Interruption
 
-    def tell(line: str) -> None:
-        typer.echo(line, err=True)
-
-    with reported_errors(), signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
+    with signs_of_life("copying the results"), Interruption(stopping="the pod is deleted") as interruption:
         seconds = int(parse_duration(timeout, "--timeout"))
         listener = Listener(tell, lambda: interruption.requested)
-        downloaded = download_results(Cluster(context, namespace), name, directory, seconds, listener)
+        downloaded = download_results(cluster_of(context, namespace), name, directory, seconds, listener)
     print_answer(output, downloaded.text, downloaded.document)
 
 
@@ -274,17 +249,16 @@ def init(
         record_format and record_format.value,
     )
     records = first_records(claims, claim)
-    with reported_errors():
-        answers = ask(given, records, is_terminal=_is_terminal())
-        text, report = manifest_text(answers)
-        if report.exit_code is ExitCode.DONE and records is not None:
-            text, report, messages = made_for(text, records)
-            typer.echo("".join(f"{line}\n" for line in messages), nl=False, err=True)
-        if report.exit_code is not ExitCode.DONE:
-            typer.echo(report_text(report), nl=False, err=True)
-            raise typer.Exit(ExitCode.REFUSED)
-        if file is not None:
-            write_new(file, text)
+    answers = ask(given, records, is_terminal=sys.stdin.isatty())
+    text, report = manifest_text(answers)
+    if report.exit_code is ExitCode.DONE and records is not None:
+        text, report, messages = made_for(text, records)
+        typer.echo("".join(f"{line}\n" for line in messages), nl=False, err=True)
+    if report.exit_code is not ExitCode.DONE:
+        typer.echo(report_text(report), nl=False, err=True)
+        raise typer.Exit(ExitCode.REFUSED)
+    if file is not None:
+        write_new(file, text)
     if answers.format is None and unseen(answers, records):
         typer.echo(
             "the records are not on this machine and are assumed to be PromptCompletion; give --format if they are not, or "
@@ -300,10 +274,6 @@ def init(
     ]
     run = shlex.join(["finetune", "run", str(file), *where])
     typer.echo(f"{file} is written; next: `{run}` on this machine, or `finetune submit {file}`", err=True)
-
-
-def _is_terminal() -> bool:
-    return sys.stdin.isatty()
 
 
 def _print(change: Change, output: Output) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_cli.answers import Output, print_answer, reported_errors
-from finetune_cli.exit_codes import ExitCode
-from finetune_cli.panels import Panel
+from finetune_cli.answers import Output, Panel, print_answer, tell
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.jobs.durations import parse_duration
 from finetune_job.names import Role
 
 if TYPE_CHECKING:
     from finetune_cli.cluster.objects import Cluster
     from finetune_cli.commands.data import FirstRecords
-    from finetune_cli.jobs.pod_logs import LogRequest
 
 DEFAULT_CLAIMS = Path("runs/claims")
 cluster_app = typer.Typer()
@@ -32,26 +32,22 @@ ClaimPaths = Annotated[list[str] | None, typer.Option(help="NAME=PATH: the direc
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the job.")]
 
 
-def _cluster(context: str | None, namespace: str | None) -> Cluster:
+def cluster_of(context: str | None, namespace: str | None) -> Cluster:
+    """Return the cluster and the namespace that a command works in. Raises LocalError."""
     from finetune_cli.cluster.objects import Cluster
 
     return Cluster(context, namespace)
 
 
-def _say(message: str) -> None:
-    typer.echo(message, err=True)
-
-
 def first_records(claims: Path | None, claim: list[str] | None) -> FirstRecords | None:
-    """Return the first records on this machine; None if no claims are named and no run has left any."""
+    """Return the first records on this machine; None if no claims are named and the default directory does not exist."""
     places = claims or DEFAULT_CLAIMS
     if claims is None and not claim and not places.is_dir():
         return None
     from finetune_cli.commands.data import FirstRecords
     from finetune_cli.local.claims import parse_claims
 
-    with reported_errors():
-        return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
+    return FirstRecords(places, parse_claims(claim or []), is_given=claims is not None or claim is not None)
 
 
 @cluster_app.command("list", rich_help_panel=Panel.LOOK)
@@ -78,15 +74,14 @@ def list_jobs(
     from finetune_cli.commands.follow import repeatedly
     from finetune_cli.commands.inspect_jobs import list_changes
 
-    with reported_errors():
-        cluster = _cluster(context, namespace)
-        place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
-        before: dict[str, str] | None = None
-        for jobs in repeatedly(lambda: cluster.jobs(everywhere=everywhere, selector=selector), _say, lambda _: not watch):
-            answer = list_changes(jobs, before, place, everywhere=everywhere)
-            if answer is not None:
-                print_answer(output, answer.text, answer.document)
-            before = {job.uid: job.resource_version for job in jobs}
+    cluster = cluster_of(context, namespace)
+    place = "all namespaces" if everywhere else f"the namespace {cluster.namespace}"
+    before: dict[str, str] | None = None
+    for jobs in repeatedly(lambda: cluster.jobs(everywhere=everywhere, selector=selector), tell, lambda _: not watch):
+        answer = list_changes(jobs, before, place, everywhere=everywhere)
+        if answer is not None:
+            print_answer(output, answer.text, answer.document)
+        before = {job.uid: job.resource_version for job in jobs}
 
 
 @cluster_app.command(rich_help_panel=Panel.LOOK)
@@ -120,21 +115,25 @@ def status(
         return
     from finetune_cli.commands.follow import repeatedly
     from finetune_cli.commands.inspect_jobs import status_answer
-    from finetune_cli.commands.workspace import read_run
 
-    with reported_errors():
-        cluster = _cluster(context, namespace)
-        stored = read_run(cluster, cluster.job(name)) if curve or checkpoints else None
-        if stored is not None and stored.is_cut:
-            _say("the history is long: only the losses at its end were read")
-        losses = list(stored.losses) if stored is not None and curve else []
-        saved = stored.checkpoints if stored is not None and checkpoints else None
-        before: str | None = None
-        for job in repeatedly(lambda: cluster.job(name), _say, lambda job: not watch or (job is not None and job.has_ended)):
-            if job.resource_version != before:
-                before = job.resource_version
-                answer = status_answer(job, losses, saved, is_watched=watch)
-                print_answer(output, answer.text, answer.document)
+    cluster = cluster_of(context, namespace)
+    stored = None
+    if curve or checkpoints:
+        from finetune_cli.cluster.reader_pod import read_workspace
+        from finetune_cli.jobs.stored_run import CHECKPOINTS, HISTORY, stored_run
+
+        with closing(read_workspace(cluster, cluster.job(name), [HISTORY, CHECKPOINTS])) as printed:
+            stored = stored_run(printed)
+    if stored is not None and stored.is_cut:
+        tell("the history is long: only the losses at its end were read")
+    losses = list(stored.losses) if stored is not None and curve else []
+    saved = stored.checkpoints if stored is not None and checkpoints else None
+    before: str | None = None
+    for job in repeatedly(lambda: cluster.job(name), tell, lambda job: not watch or (job is not None and job.has_ended)):
+        if job.resource_version != before:
+            before = job.resource_version
+            answer = status_answer(job, losses, saved, is_watched=watch)
+            print_answer(output, answer.text, answer.document)
 
 
 def local_runs(claims: Path | None, output: Output, name: str | None = None, namespace: str | None = None) -> None:
@@ -143,9 +142,8 @@ def local_runs(claims: Path | None, output: Output, name: str | None = None, nam
     from finetune_cli.render.known_runs import runs_document, runs_text
 
     place = claims or DEFAULT_CLAIMS
-    with reported_errors():
-        runs = known_runs(place) if name is None else named_runs(place, name, namespace)
-        print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
+    runs = known_runs(place) if name is None else named_runs(place, name, namespace)
+    print_answer(output, lambda: runs_text(runs, place), lambda: runs_document(runs))
 
 
 @cluster_app.command(rich_help_panel=Panel.LOOK)
@@ -171,36 +169,26 @@ def logs(
 
     Exit codes: 0: done; 2: no such job or wrong arguments; 3: there is no such log; 130: interrupted.
     """
-    from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.jobs.pod_logs import LogRequest
 
-    with reported_errors():
-        seconds = None if since is None else int(parse_duration(since, "--since"))
-        request = LogRequest(stage, attempt, rank, failed)
-        if local or claims is not None:
-            _local_logs(claims or DEFAULT_CLAIMS, name, namespace, request, follow=follow, tail=tail, has_since=since is not None)
-            return
-        from finetune_cli.commands.logs import LogOptions, log_lines
+    seconds = None if since is None else int(parse_duration(since, "--since"))
+    request = LogRequest(stage, attempt, rank, failed, follow, seconds, tail)
+    if local or claims is not None:
+        from finetune_cli.commands.local_logs import local_log_lines
+        from finetune_cli.local.known_runs import named_runs
 
-        for line in log_lines(_cluster(context, namespace), name, request, LogOptions(follow, seconds, tail)):
+        if since is not None:
+            raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
+        run, *others = named_runs(claims or DEFAULT_CLAIMS, name, namespace)
+        if others:
+            places = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
+            raise LocalError(f"{name}: there is a run of that name in several namespaces ({places}); choose one with --namespace")
+        for line in local_log_lines(run, request):
             typer.echo(line)
+        return
+    from finetune_cli.commands.logs import log_lines
 
-
-def _local_logs(
-    claims: Path, name: str, namespace: str | None, request: LogRequest, *, follow: bool, tail: int | None, has_since: bool
-) -> None:
-    """Print the logs of a run on this machine. Raises LocalError."""
-    from finetune_cli.commands.local_logs import local_log_lines
-    from finetune_cli.exit_codes import LocalError
-    from finetune_cli.local.known_runs import named_runs
-
-    if has_since:
-        raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
-    run, *others = named_runs(claims, name, namespace)
-    if others:
-        namespaces = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
-        raise LocalError(f"{name}: there is a run of that name in several namespaces ({namespaces}); choose one with --namespace")
-    for line in local_log_lines(run, request, tail=tail, follow=follow):
+    for line in log_lines(cluster_of(context, namespace), name, request):
         typer.echo(line)
 
 
@@ -224,18 +212,16 @@ def wait(
     from finetune_cli.commands.follow import wait_for, wanted_condition
     from finetune_cli.commands.inspect_jobs import utc_now
     from finetune_cli.jobs.diagnosis import diagnose
-    from finetune_cli.jobs.durations import parse_duration
     from finetune_cli.render.job_status import status_document, waited_text
 
-    with reported_errors():
-        wanted, seconds = wanted_condition(condition), parse_duration(timeout, "--timeout")
-        code, job = wait_for(_cluster(context, namespace), name, wanted, seconds, _say)
-        now = utc_now()
-        print_answer(
-            output,
-            lambda: waited_text(name, job, wanted, code, seconds),
-            lambda: {"exitCode": int(code), "job": None if job is None else status_document(job, diagnose(job, now), now)},
-        )
+    wanted, seconds = wanted_condition(condition), parse_duration(timeout, "--timeout")
+    code, job = wait_for(cluster_of(context, namespace), name, wanted, seconds, tell)
+    now = utc_now()
+    print_answer(
+        output,
+        lambda: waited_text(name, job, wanted, code, seconds),
+        lambda: {"exitCode": int(code), "job": None if job is None else status_document(job, diagnose(job, now), now)},
+    )
     raise typer.Exit(code)
 
 
@@ -250,23 +236,20 @@ def cost(
 ) -> None:
     """Show GPU hours and their price.
 
-    Reads the operator's accounts, or, without the right to read them, the jobs that exist.
+    Adds up the hours that the statuses of the existing jobs have counted.
 
     Exit codes: 0: done; 2: wrong arguments or no usable kubeconfig; 3: the cluster could not be read.
     """
     from finetune_cli.commands.cost import bill, bill_document, bill_text
     from finetune_cli.commands.inspect_jobs import utc_now
 
-    with reported_errors():
-        account = bill(_cluster(context, namespace), by, utc_now(), everywhere=everywhere)
+    account = bill(cluster_of(context, namespace), by, utc_now(), everywhere=everywhere)
     print_answer(output, lambda: bill_text(account), lambda: bill_document(account))
 
 
-def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> ExitCode:
+def explain_job(name: str, context: str | None, namespace: str | None, output: Output) -> None:
     """Print what is wrong with a job."""
     from finetune_cli.commands.diagnose_job import examine
 
-    with reported_errors():
-        answer = examine(_cluster(context, namespace), name)
+    answer = examine(cluster_of(context, namespace), name)
     print_answer(output, answer.text, answer.document)
-    return ExitCode.DONE

@@ -1,7 +1,7 @@
-"""YAML as Kubernetes means it: every document of a file, no key twice, no value that JSON does not have.
+"""Reads YAML as Kubernetes does: every document of a file, with no key twice and no value that JSON cannot have.
 
-What comes in may be hostile: depth and number of values are counted on the parser's events before anything is built, and merge
-keys, which can multiply the content of a file, on what they bring.
+The input may be hostile, so depth and number of values are counted on the parser's events before anything is built. Merge keys
+can multiply the content of a file, so the keys that they add are counted, too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from finetune_job.finding import INVALID_FIELD, Finding
 MAX_FILE_BYTES = 16_000_000
 MAX_FILE_VALUES = 500_000
 MAX_BYTES = 1_500_000
-"""The API server takes no larger objects."""
+"""Maximum size of one document in bytes: the API server accepts no larger objects."""
 MAX_VALUES = 100_000
-"""Most values of one document; each alias counts as what it names."""
+"""Maximum number of values in one document; an alias counts as all the values that it stands for."""
 MAX_DEPTH = 64
 LARGEST_INTEGER = 2**63 - 1
 _MERGE = "tag:yaml.org,2002:merge"
@@ -48,21 +48,19 @@ class Document:
 
 
 def is_list(content: Any) -> bool:
-    """Whether an object is a list of objects, as `kubectl get --output yaml` writes several; an empty one has nothing to
-    judge.
-    """
+    """Whether an object is a list of objects, such as `kubectl get --output yaml` writes. An empty list does not count."""
     if not isinstance(content, dict) or not str(content.get("kind")).endswith("List"):
         return False
     return isinstance(content.get("items"), list) and content["items"] != []
 
 
 def objects_of(document: Document) -> list[Document]:
-    """The objects of a list, each with the number of its document; of any other document itself."""
+    """Return the objects of a list, each with the number of its document; for any other document, return that document."""
     return [replace(document, content=item) for item in document.content["items"]] if is_list(document.content) else [document]
 
 
 def problem(field: str, value: object, message: str, fix: str) -> Finding:
-    """A finding about the input itself."""
+    """Return a finding about the input itself."""
     return make_finding(INVALID_FIELD, field=field, value=str(value), message=message, fix=fix)
 
 
@@ -75,7 +73,7 @@ class Loader(_Base):  # type: ignore[misc]
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes texts that programs of YAML 1.2 take for numbers, such as `1e-5`."""
+    """Quotes strings that programs for YAML 1.2 read as numbers, such as `1e-5`."""
 
 
 def _quoted_if_like_a_number(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -88,7 +86,7 @@ _Dumper.add_representer(str, _quoted_if_like_a_number)
 
 
 def document_text(content: Any) -> str:
-    """An object as people write it: in blocks, keys in the order given."""
+    """Write an object as people do: in block style, with the keys in their given order."""
     return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -100,7 +98,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
         if key_node.tag == _MERGE:
             _merge(loader, value_node, merged)
             continue
-        # As a key, y is a coordinate more often than yes.
+        # As a key, y more often means a coordinate than yes.
         is_letter = key_node.tag == _BOOL and len(key_node.value) == 1
         key = key_node.value if is_letter else loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
@@ -121,7 +119,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _merge(loader: Any, node: yaml.Node, merged: dict[Any, Any]) -> None:
-    """Take in what a merge key names; the first to name a key counts. Every key that is brought counts as a value."""
+    """Add the mappings that a merge key names to `merged`; the first value of a key wins. Each added key counts as a value."""
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     for part in parts:
         brought = loader.construct_object(part, deep=True)
@@ -144,10 +142,10 @@ RESOLVERS = {
 }
 """How words without quotes are read."""
 Loader.yaml_implicit_resolvers = RESOLVERS
-# As Kubernetes reads them: y and n are yes and no, which PyYAML leaves out of YAML 1.1.
+# Kubernetes reads y and n as yes and no, as YAML 1.1 does and PyYAML does not.
 Loader.bool_values = {**_Base.bool_values, "y": True, "n": False}
 Loader.add_implicit_resolver(_BOOL, re.compile(r"[yYnN]\Z"), list("yYnN"))
-# 2e-4 is a number, though YAML 1.1 wants a point, and 1:30 is none, though YAML 1.1 counts in sixties.
+# 2e-4 is a number, although YAML 1.1 demands a point; 1:30 is not, although YAML 1.1 reads it in base 60.
 Loader.add_implicit_resolver(
     _INT, re.compile(r"[-+]?(0b[01_]+|0o?[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789")
 )
@@ -159,7 +157,7 @@ Loader.add_implicit_resolver(
 
 
 def read_documents(text: str, file: str = "") -> list[Document]:
-    """The documents of a file, empty ones left out. Raises DocumentError."""
+    """Return the documents of a file without the empty ones. Raises DocumentError."""
     size = len(text.encode(errors="replace"))
     if size > MAX_FILE_BYTES:
         raise DocumentError(problem("file", f"{size} bytes", f"is larger than {MAX_FILE_BYTES} bytes", "give fewer manifests"))
@@ -179,20 +177,25 @@ def read_documents(text: str, file: str = "") -> list[Document]:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise DocumentError(problem("file", "not YAML", " ".join(str(error).split()), "save the file as UTF-8 YAML")) from error
     except (LookupError, AttributeError, TypeError) as error:
-        # PyYAML's constructors take it for granted that a value fits an explicit tag such as !!float.
+        # PyYAML's constructors assume that a value fits an explicit tag such as !!float.
         raise DocumentError(problem("file", "not YAML", "a tag does not fit the value behind it", "remove the tag")) from error
     except RecursionError as error:
         raise DocumentError(_too_much("file")) from error
     documents = [Document(number, content, file) for number, content in enumerate(contents, start=1) if content is not None]
     for document in documents:
-        _check_values(document.content)
+        for count, (path, value) in enumerate(_walk(document.content, "", 0)):
+            if count > MAX_VALUES:
+                raise DocumentError(_too_much("file"))
+            fault = _fault(value)
+            if fault is not None:
+                raise DocumentError(problem(path or "document", *fault))
     if not documents:
         raise DocumentError(problem("file", "empty", "holds no document", "give a file with a FineTuneJob"))
     return documents
 
 
 def _check_structure(text: str) -> None:
-    """Depth, values and bytes, before anything is built: libyaml's loader would overflow the stack on a deep document."""
+    """Check depth, values and size before anything is built: libyaml's loader would overflow the stack on a deep document."""
     depth = total = inside = begin = 0
     for event in yaml.parse(text, Loader=_Base):
         start: Any = event.start_mark
@@ -200,11 +203,11 @@ def _check_structure(text: str) -> None:
         if isinstance(event, yaml.DocumentStartEvent):
             inside, begin = 0, start.index
         elif isinstance(event, yaml.DocumentEndEvent):
-            size = end.index - begin
+            size = len(text[begin : end.index].encode(errors="replace"))
             if size > MAX_BYTES:
                 place = f"line {start.line + 1}"
                 raise DocumentError(
-                    problem(place, f"{size} characters", f"is larger than {MAX_BYTES}", "give a smaller manifest")
+                    problem(place, f"{size} bytes", f"is larger than {MAX_BYTES} bytes", "give a smaller manifest")
                 )
         elif isinstance(event, yaml.CollectionStartEvent):
             depth += 1
@@ -222,34 +225,19 @@ def _too_much(place: str) -> Finding:
     return problem(place, "too much", reason, "write the values out, without aliases")
 
 
-def _check_values(content: Any) -> None:
-    for count, (path, value) in enumerate(_walk(content, "", 0)):
-        if count > MAX_VALUES:
-            raise DocumentError(_too_much("file"))
-        fault = _fault(value)
-        if fault is not None:
-            raise DocumentError(problem(path or "document", *fault))
-
-
 def _fault(value: Any) -> tuple[str, str, str] | None:
-    """Value, reason and fix where a value is none that JSON has."""
+    """Return value, reason and fix for a value that JSON cannot have, and None for any other."""
     match value:
-        case None | bool() | dict() | list():
-            return None
-        case str():
-            if value.isascii() or _is_text(value):
-                return None
+        case str() if not _is_text(value):
             return ascii(value)[:60], "is not valid Unicode", "write it in UTF-8"
-        case float():
-            if math.isfinite(value):
-                return None
+        case float() if not math.isfinite(value):
             return str(value), "is not a finite number", 'write a finite number, such as "2e-4"'
-        case int():
-            if abs(value) <= LARGEST_INTEGER:
-                return None
-            # Python writes no more than 4300 digits.
+        case int() if abs(value) > LARGEST_INTEGER:
+            # Python refuses to write more than 4300 decimal digits, so a longer number is written in hexadecimal.
             written = str(value) if value.bit_length() < 2_000 else f"{value:#x}"
             return written[:60], "is larger than any number of Kubernetes", "write a smaller number"
+        case None | str() | bool() | int() | float() | dict() | list():
+            return None
         case _:
             kind = type(value).__name__
             return kind, f"is a {kind}, which JSON does not have", "write text, a number, true, false, a list or a mapping"
@@ -269,7 +257,7 @@ def _walk(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     yield path, value
     if isinstance(value, dict):
         for key, inner in value.items():
-            if not key.isascii() and not _is_text(key):
+            if not _is_text(key):
                 raise DocumentError(problem(path or "document", ascii(key)[:60], "is not valid Unicode", "write it in UTF-8"))
             yield from _walk(inner, f"{path}.{key}" if path else key, depth + 1)
     elif isinstance(value, list):

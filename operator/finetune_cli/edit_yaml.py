@@ -1,7 +1,7 @@
-"""Change one document of a YAML text; its comments, order, quotes and block style stay, and so do the other documents.
+"""Changes one document of a YAML text; its comments, order, quotes and block style stay, and so do the other documents.
 
-ruamel.yaml keeps the layout. What a word without quotes means is for `documents` alone to say: here it is text from reading to
-writing. Every text is read by `documents` first, whose bounds hold, therefore, for what reaches ruamel.
+ruamel.yaml keeps the layout. Only `documents` decides what a word without quotes means: here it is text from reading to writing.
+`documents` reads every text first, so its bounds also hold for what reaches ruamel.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -23,13 +24,13 @@ from ruamel.yaml.tokens import CommentToken
 from finetune_cli.documents import DocumentError, Loader, read_documents
 
 _WIDTH = 10_000_000
-"""Characters; no line is broken."""
+"""Maximum length of a line: so large that ruamel never breaks one."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _JSON_INDENT = re.compile(r"\{\n( +)")
 _CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
-"""A key with nothing but comments behind it, and the begin of its value on a later line."""
+"""A key that only comments follow on its line, and the start of its value on a later line."""
 _UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
-"""Errors that ruamel raises for unknown layouts, and that tags, aliases and merge keys raise for changes that do not fit them."""
+"""Errors that ruamel raises for layouts that it does not know, and for changes that do not fit tags, aliases or merge keys."""
 
 
 class _WordsAreText(VersionedResolver):
@@ -50,16 +51,20 @@ def edit_document(text: str, number: int, wanted: dict[str, Any]) -> str:
     start, end = _span(text, number)
     head, tail = text[:start], text[end:]
     if head.rpartition("\n")[2] and not text.startswith("{", start):
-        # What is read behind `--- !!map` is written without the tag, and needs a line of its own behind ---.
+        # A document after `--- !!map` is written without the tag, and has to start on the next line.
         head += "\n"
     changed = head + _changed(text[start:end], contents[number], wanted) + tail
-    if _reads_as(changed, contents | {number: wanted}):
-        return changed
+    try:
+        read = {document.number: document.content for document in read_documents(changed)}
+        if json.dumps(read, sort_keys=True) == json.dumps(contents | {number: wanted}, sort_keys=True):
+            return changed
+    except DocumentError:
+        pass
     return f"{head}{_dumped(_new(wanted), '')}\n{tail}"
 
 
 def _span(text: str, number: int) -> tuple[int, int]:
-    """Begin and end of a document's content, in characters: behind its `---`, with the comments that follow."""
+    """Return start and end of a document's content, in characters: after its `---`, with the comments that follow it."""
     count, start = 0, -1
     for event in yaml.parse(text, Loader=Loader):
         mark: Any = event.start_mark
@@ -75,11 +80,13 @@ def _span(text: str, number: int) -> tuple[int, int]:
 
 
 def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> str:
-    """The text of one document after the change; without a warranty that it reads as wanted."""
-    try:
-        return _changed_json(chunk, wanted)
-    except ValueError:
-        pass
+    """Return the changed text of one document. The caller has to check that it reads as wanted."""
+    with suppress(ValueError):
+        # ruamel would lose the line breaks of a JSON document, so JSON is written without it.
+        json.loads(chunk)
+        indent = _JSON_INDENT.match(chunk)
+        tail = chunk[len(chunk.rstrip()) :]
+        return json.dumps(wanted, indent=len(indent[1]) if indent else None, ensure_ascii=False) + tail
     try:
         root = _round_trip(chunk).load(chunk)
         _change(root, before, wanted)
@@ -88,17 +95,15 @@ def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> s
         return chunk
 
 
-def _changed_json(chunk: str, wanted: dict[str, Any]) -> str:
-    """The changed text of a JSON document, whose line breaks ruamel would lose. Raises ValueError if it is not JSON."""
-    json.loads(chunk)
-    indent = _JSON_INDENT.match(chunk)
-    tail = chunk[len(chunk.rstrip()) :]
-    return json.dumps(wanted, indent=len(indent[1]) if indent else None, ensure_ascii=False) + tail
-
-
 def _round_trip(chunk: str) -> YAML:
-    """Reader and writer with the indentation of a text."""
-    mapping, sequence, dash = _indentation(chunk)
+    """Return a reader and writer that indents mappings, list items and dashes like the first of each in a text."""
+    mapping, dash, sequence = 2, 0, 2
+    children = [(len(child[2]) - len(child[1]), child[3]) for child in _CHILD.finditer(chunk)]
+    for column, begin in reversed(children):
+        if begin.startswith("-"):
+            dash, sequence = column, column + len(begin)
+        elif column > 0:
+            mapping = column
     made = YAML()
     made.Resolver = _WordsAreText
     made.preserve_quotes = True
@@ -107,34 +112,14 @@ def _round_trip(chunk: str) -> YAML:
     return made
 
 
-def _indentation(chunk: str) -> tuple[int, int, int]:
-    """Columns by which mappings, items of lists and their dashes are indented; of each, the first in the text."""
-    mapping, dash, sequence = 2, 0, 2
-    children = [(len(child[2]) - len(child[1]), child[3]) for child in _CHILD.finditer(chunk)]
-    for column, begin in reversed(children):
-        if begin.startswith("-"):
-            dash, sequence = column, column + len(begin)
-        elif column > 0:
-            mapping = column
-    return mapping, sequence, dash
-
-
 def _dumped(root: Any, layout: str) -> str:
-    """A document as text, in the indentation and with the line ends of `layout`."""
+    """Return a document as text, with the indentation and the line ends of `layout`."""
     stream = io.StringIO()
     _round_trip(layout).dump(root, stream)
     written = stream.getvalue()
     if layout[-1:] != "\n":
         written = written.removesuffix("\n")
     return written.replace("\n", "\r\n") if "\r\n" in layout else written
-
-
-def _reads_as(text: str, contents: Mapping[int, Any]) -> bool:
-    try:
-        read = {document.number: document.content for document in read_documents(text)}
-    except DocumentError:
-        return False
-    return json.dumps(read, sort_keys=True) == json.dumps(contents, sort_keys=True)
 
 
 def _change(node: Any, before: Any, after: Any) -> None:
@@ -145,7 +130,10 @@ def _change(node: Any, before: Any, after: Any) -> None:
         return
     for key, new in after.items():
         if key not in before:
-            _add(node, key, new)
+            last = next(reversed(node), None)
+            following = "" if last is None else _take_following(node, last)
+            node[_scalar(key)] = _new(new)
+            _put_following(node, key, following)
         else:
             _change_entry(node, key, before[key], new)
     for key in before:
@@ -154,7 +142,7 @@ def _change(node: Any, before: Any, after: Any) -> None:
 
 
 def _change_entry(node: Any, key: Any, old: Any, new: Any) -> None:
-    # Compared as text: 1 is neither true nor 1.0.
+    # Compared as text, because 1 == True and 1 == 1.0 in Python.
     if json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True):
         return
     is_inside = bool(old) and bool(new) and type(old) is type(new)
@@ -162,24 +150,13 @@ def _change_entry(node: Any, key: Any, old: Any, new: Any) -> None:
         _change(node[key], old, new)
         return
     following = _take_following(node, key)
-    _keep_comment_of_line(node, key)
-    node[key] = _new(new)
-    _put_following(node, key, following)
-
-
-def _keep_comment_of_line(node: Any, key: Any) -> None:
-    """Drop the comments between a key and the first entry of its value."""
+    # Comments between a key and its value's first entry are removed with the value; the comment on the key's line stays.
     token = _token(node, key)
     if token is not None:
         token.value = token.value.partition("\n")[0] + "\n"
     if isinstance(node, CommentedMap) and key in node.ca.items:
         node.ca.items[key][3] = None
-
-
-def _add(node: CommentedMap, key: str, value: Any) -> None:
-    last = next(reversed(node), None)
-    following = "" if last is None else _take_following(node, last)
-    node[_scalar(key)] = _new(value)
+    node[key] = _new(new)
     _put_following(node, key, following)
 
 
@@ -188,7 +165,7 @@ def _remove(node: CommentedMap, key: str) -> None:
     position = keys.index(key)
     following = _take_following(node, key)
     del node[key]
-    # Lines above the first entry, which an entry that was removed before it has left to it.
+    # Comment lines above the first entry, left by entries that were removed before it.
     above = (node.ca.items.pop(key, None) or [None, None])[1] or []
     if position > 0:
         _put_following(node, keys[position - 1], following)
@@ -198,8 +175,8 @@ def _remove(node: CommentedMap, key: str) -> None:
         first[1] = [*above, *left, *(first[1] or [])]
 
 
-# ruamel keeps the comments behind an entry in one token: the rest of its line, and the lines down to the next entry. Those lines
-# belong to the next entry, so that they have to leave an entry that is removed, replaced or no longer the last.
+# ruamel keeps the comments after an entry in one token: the rest of its line, and the lines down to the next entry. Those lines
+# belong to the next entry, so they are taken from an entry that is removed, replaced or no longer the last.
 
 
 def _token(node: Any, key: Any) -> Any:
@@ -208,7 +185,7 @@ def _token(node: Any, key: Any) -> Any:
 
 
 def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:
-    """The entry in which the text of an entry ends."""
+    """Return node and key of the innermost entry in which the text of an entry ends."""
     value = node[key]
     while isinstance(value, CommentedMap | CommentedSeq) and value and not value.fa.flow_style():
         node, key = value, (next(reversed(value)) if isinstance(value, CommentedMap) else len(value) - 1)
@@ -217,7 +194,7 @@ def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:
 
 
 def _take_following(node: Any, key: Any) -> str:
-    """Remove and return the lines of comments behind an entry."""
+    """Remove and return the comment lines after an entry."""
     node, key = _last_entry(node, key)
     token = _token(node, key)
     if token is None:
@@ -233,7 +210,7 @@ def _take_following(node: Any, key: Any) -> str:
 
 
 def _put_following(node: Any, key: Any, following: str) -> None:
-    """Append lines of comments behind an entry."""
+    """Append comment lines after an entry."""
     if not following:
         return
     node, key = _last_entry(node, key)
@@ -247,7 +224,7 @@ def _put_following(node: Any, key: Any, following: str) -> None:
 
 
 def _new(value: Any) -> Any:
-    """A value as ruamel writes it: mappings in block style, lists on one line."""
+    """Return a value for ruamel, which then writes mappings in block style and lists on one line."""
     if isinstance(value, Mapping):
         return CommentedMap((_scalar(key), _new(inner)) for key, inner in value.items())
     if isinstance(value, list):
@@ -258,7 +235,7 @@ def _new(value: Any) -> Any:
 
 
 def _scalar(value: Any) -> Any:
-    # ruamel would give a mere text the quotes of the value whose place it takes.
+    # ruamel would give a plain str the quotes of the value that it replaces.
     if not isinstance(value, str):
         return PlainScalarString(json.dumps(value))
     is_plain = _PLAIN.fullmatch(value) and isinstance(yaml.load(value, Loader=Loader), str)  # noqa: S506 - a safe loader

@@ -16,11 +16,11 @@ class ExitCode(IntEnum):
     FAILED = 3
     """A run failed, the cluster could not be read, or the API server rejected the request. For `wait`: the time ran out."""
     INTERRUPTED = 130
-    """Ended by SIGINT or SIGTERM; a run can be continued."""
+    """Interrupted by SIGINT or SIGTERM; a run can be continued."""
 
 
 class LocalError(Exception):
-    """The message names what is wrong, its value, the reason and the fix."""
+    """An error that ends a command. Its message names what is wrong, its value, the reason and the fix."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.UNUSABLE) -> None:
         super().__init__(message)

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
-from finetune_cli.answers import Output, print_answer, reported_errors, signs_of_life, text_of
-from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, ClaimPaths, Claims, Context, Local
+from finetune_cli.answers import Output, Panel, print_answer, read_text, signs_of_life
+from finetune_cli.cluster_verbs import DEFAULT_CLAIMS, ClaimPaths, Claims, Context, Local, cluster_of
 from finetune_cli.exit_codes import LocalError
-from finetune_cli.panels import Panel
 from finetune_job.api.enumerations import LARGEST_SHARD, Dtype, MergeBase
 
 if TYPE_CHECKING:
@@ -54,16 +54,11 @@ def run(
 
     Exit codes: 0: done; 1: refused; 2: unusable input; 3: failed; 130: interrupted.
     """
-    from rich.console import Console
-
     from finetune_cli.commands.run import Options, run_document, run_job, run_text
     from finetune_cli.local.claims import parse_claims
 
-    with reported_errors():
-        options = Options(
-            claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh, ranks=ranks
-        )
-        end = run_job(text_of(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
+    options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=output_dir, fresh=fresh, ranks=ranks)
+    end = run_job(read_text(file), options, Console(highlight=False, stderr=output is not Output.TEXT))
     print_answer(output, lambda: run_text(end), lambda: run_document(end))
     raise typer.Exit(end.exit_code)
 
@@ -78,16 +73,13 @@ def attach(
 
     Ctrl-C ends only this command.
     """
-    from rich.console import Console
-
     from finetune_cli.local.known_runs import attach as follow
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.render.run import LiveView
 
-    with reported_errors():
-        run_directory = find_run(claims, name, namespace)
-        with LiveView(Console(highlight=False), name) as view:
-            follow(run_directory, view)
+    run_directory = find_run(claims, name, namespace)
+    with LiveView(Console(highlight=False), name) as view:
+        follow(run_directory, view)
 
 
 @local_app.command(rich_help_panel=Panel.CHANGE)
@@ -106,7 +98,7 @@ def stop(
     from finetune_cli.local.known_runs import find_run
     from finetune_cli.local.known_runs import stop as stop_run
 
-    with reported_errors(), signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
+    with signs_of_life(f"waiting for {namespace}/{name} to save its state and end"):
         stop_run(find_run(claims, name, namespace), timeout)
 
 
@@ -128,9 +120,8 @@ def rehearse(
     from finetune_cli.commands.run import Options
     from finetune_cli.local.claims import parse_claims
 
-    with reported_errors():
-        options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
-        code = rehearse_job(text_of(file), options, timeout)
+    options = Options(claims=claims, claim_paths=parse_claims(claim or []), output_directory=None, fresh=False)
+    code = rehearse_job(read_text(file), options, timeout)
     raise typer.Exit(code)
 
 
@@ -141,7 +132,7 @@ def merge(
     adapter: Annotated[
         list[Path], typer.Option(help="Directory of an adapter in PEFT's layout; may be repeated, and is merged in this order.")
     ],
-    output: Annotated[Path, typer.Option(help="Directory of the merged model; it is created, and complete once it exists.")],
+    output: Annotated[Path, typer.Option(help="Directory to create for the merged model; it appears only when complete.")],
     dtype: Annotated[Dtype | None, typer.Option(help="Element type of the merged weights. Unset: the base's own.")] = None,
     max_shard_size: Annotated[str, typer.Option(help="Largest weight shard.")] = LARGEST_SHARD,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Compare the result with base and adapter.")] = True,
@@ -156,7 +147,7 @@ def merge(
             help="How QLoRA or QDoRA packed the base, as JSON of spec.method.quantization; also used for the comparison."
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="Device for products and for the comparison of logits, by torch's name.")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device for the comparison of logits, by torch's name.")] = "cpu",
     form: Annotated[
         Output,
         typer.Option("-o", "--form", help="Form of the answer; with json and yaml everything else goes to standard error."),
@@ -168,8 +159,6 @@ def merge(
 
     Exit codes: 0: done; 1: refused; 2: unusable input; 3: failed; 130: interrupted.
     """
-    from rich.console import Console
-
     from finetune_cli.commands.merge import merge as merge_order
     from finetune_cli.commands.merge import merge_document, merge_text
     from finetune_cli.local.programs import MergeOrder
@@ -186,8 +175,7 @@ def merge(
         MergeBase(base_form),
         quantization,
     )
-    with reported_errors():
-        end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
+    end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
     print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))
     raise typer.Exit(end.exit_code)
 
@@ -197,11 +185,7 @@ RunName = Annotated[
 ]
 AnyNamespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace in the job's manifest. Unset: any.")]
 ReplayRanks = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of ranks; requires training.reduction: Ordered. Unset: as many as trained last."),
-]
-Scratch = Annotated[
-    Path | None, typer.Option(help="Directory for the recomputed files. Unset: the directory of temporary files.")
+    int | None, typer.Option(min=1, help="Number of ranks; requires training.reduction: Ordered. Unset: as many as trained last.")
 ]
 AuditForm = Annotated[
     Output, typer.Option("-o", "--output", help="Form of the answer; with json and yaml everything else goes to standard error.")
@@ -212,33 +196,36 @@ AuditForm = Annotated[
 def audit(
     *,
     run: RunName,
-    intervals: Annotated[int, typer.Option(min=1, help="Number of intervals between kept checkpoints to draw.")] = 3,
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the draw, to repeat one. Unset: random.")] = None,
+    intervals: Annotated[
+        int, typer.Option(min=1, help="Number of intervals between kept checkpoints that are chosen at random.")
+    ] = 3,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Seed of the random choice; the same seed chooses the same intervals. Unset: a different one each time."
+        ),
+    ] = None,
     ranks: ReplayRanks = None,
     namespace: AnyNamespace = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
-    scratch: Scratch = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
     """Prove a run by recomputing parts of it.
 
-    Compares all parts of the run by their digests, and computes randomly drawn intervals between checkpoints again. The run is
-    only read.
+    Compares all parts of the run by their digests, and recomputes randomly chosen intervals between checkpoints. The run is only
+    read.
 
     Exit codes: 0: nothing differs; 1: something differs; 2: unusable input; 3: it could not be computed again;
     130: interrupted.
     """
-    from rich.console import Console
-
     from finetune_cli.commands.audit import AuditOrder
     from finetune_cli.commands.audit import audit as audit_run
     from finetune_cli.local.claims import parse_claims
     from finetune_cli.render.audit import audit_document, audit_text
 
-    with reported_errors():
-        order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks, scratch)
-        end = audit_run(order, intervals, seed, Console(highlight=False, stderr=output is not Output.TEXT))
+    order = AuditOrder(run, claims, namespace, parse_claims(claim or []), ranks)
+    end = audit_run(order, intervals, seed, Console(highlight=False, stderr=output is not Output.TEXT))
     print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
     raise typer.Exit(end.exit_code)
 
@@ -262,7 +249,9 @@ def reproduce(
     nodes: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Spread the ranks over so many nodes; requires training.reduction: Ordered. Unset: as the job does."
+            min=1,
+            help="Number of nodes of the new job, which has as many ranks as the first; requires training.reduction: Ordered. "
+            "Unset: the first job's number.",
         ),
     ] = None,
     new_name: Annotated[str | None, typer.Option("--name", help="Name of the new job. Unset: JOB-reproduced.")] = None,
@@ -275,14 +264,13 @@ def reproduce(
     claims: Claims = None,
     claim: ClaimPaths = None,
     ranks: ReplayRanks = None,
-    scratch: Scratch = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
     """Run a job again and compare the results.
 
-    Runs the plan of the job again from nothing, and compares the bytes of the result. A job of the cluster runs again as a new
-    job that publishes nothing; call the command again to compare. A run of this machine (--local, --claims, --claim, --ranks,
-    --scratch, or its directory) runs again here, and is only read.
+    Runs the plan of the job again from the start, and compares the bytes of the result. A job of the cluster runs again as a new
+    job that publishes nothing; call the command again to compare. A run of this machine (--local, --claims, --claim, --ranks, or
+    its directory) runs again here, and is only read.
 
     Exit codes: 0: the same, or the new job was created; 1: different or refused; 2: unusable input; 3: it could not run again, or
     has not ended; 130: interrupted.
@@ -295,32 +283,27 @@ def reproduce(
         "--claims": claims is not None,
         "--claim": claim is not None,
         "--ranks": ranks is not None,
-        "--scratch": scratch is not None,
         "its directory": RunDirectory(Path(job)).is_there,
     }
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
     here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
     end: Change | AuditEnd
-    with reported_errors():
-        if here and there:
-            raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
-        if here:
-            from rich.console import Console
+    if here and there:
+        raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
+    if here:
+        from finetune_cli.commands.audit import AuditOrder
+        from finetune_cli.commands.audit import reproduce as reproduce_run
+        from finetune_cli.local.claims import parse_claims
 
-            from finetune_cli.commands.audit import AuditOrder
-            from finetune_cli.commands.audit import reproduce as reproduce_run
-            from finetune_cli.local.claims import parse_claims
+        order = AuditOrder(job, claims or DEFAULT_CLAIMS, namespace, parse_claims(claim or []), ranks)
+        end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
+    else:
+        from finetune_cli.commands.reproduce_job import reproduce_job
 
-            order = AuditOrder(job, claims or DEFAULT_CLAIMS, namespace, parse_claims(claim or []), ranks, scratch)
-            end = reproduce_run(order, Console(highlight=False, stderr=output is not Output.TEXT))
-        else:
-            from finetune_cli.cluster.objects import Cluster
-            from finetune_cli.commands.reproduce_job import ReproductionOrder, reproduce_job
+        def tell(message: str) -> None:
+            typer.echo(message.rstrip(), err=output is not Output.TEXT)
 
-            def tell(message: str) -> None:
-                typer.echo(message.rstrip(), err=output is not Output.TEXT)
-
-            end = reproduce_job(Cluster(context, namespace), ReproductionOrder(job, new_name, nodes, waits=wait), tell)
+        end = reproduce_job(cluster_of(context, namespace), job, new_name, nodes, tell, waits=wait)
     if isinstance(end, AuditEnd):
         print_answer(output, lambda: audit_text(end), lambda: audit_document(end))
         raise typer.Exit(end.exit_code)

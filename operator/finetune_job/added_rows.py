@@ -1,4 +1,4 @@
-"""Which rows of added tokens a method trains: asked by the trainer, which knows their ids, and by the memory planner."""
+"""The rows of added tokens that a method trains; used by the trainer, which knows their ids, and by the memory planner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 
 @dataclass(frozen=True)
 class AddedRows:
-    """Of the embeddings."""
+    """The rows of added tokens in the embeddings and in the output head."""
 
     ids: tuple[int, ...]
     embedding: str
-    """The end of the path of the module."""
+    """Last name in the path of the embeddings' module."""
     head: str
-    """The same of the output head."""
+    """Last name in the path of the output head's module."""
     has_separate_head: bool
-    """Whether its rows are not the embedding's."""
+    """Whether the head has its own rows instead of those of the embeddings."""
 
 
 def with_added_rows_trained(method: MethodPlan, added: AddedRows) -> MethodPlan:
-    """The method that trains these rows of embedding and output head, as far as nothing else trains the two."""
+    """Return the method that trains these rows of embeddings and output head, unless something else trains them."""
     if method.lora is not None:
         return method.model_copy(update={"lora": method.lora.model_copy(update=_rows_of_lora(method.lora, added))})
     if method.adapter is None or method.type is not MethodType.TRAINABLE_TOKENS:
@@ -37,10 +37,10 @@ def with_added_rows_trained(method: MethodPlan, added: AddedRows) -> MethodPlan:
 
 
 def _rows_of_lora(lora: LoraPlan, added: AddedRows) -> dict[str, Any]:
-    """PEFT trains rows of no module that it adapts or trains whole."""
+    """Return the settings that train rows: PEFT cannot train rows of a module that it adapts or trains whole."""
     taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
     of_embedding = lora.trainable_token_indices
-    # Of a head that shares the embedding's values PEFT trains the rows with the embedding's.
+    # If the head shares the embedding's values, PEFT trains its rows together with the embedding's.
     together = {added.embedding} if added.has_separate_head else {added.embedding, added.head}
     if taken.isdisjoint(together):
         of_embedding = tuple(sorted({*of_embedding, *added.ids}))

@@ -1,8 +1,8 @@
-"""Chat templates that a manifest may name, written from the public descriptions of these forms.
+"""Chat templates that a manifest may name, written from the public descriptions of their formats.
 
-For base models, which come without a template. Each ends a turn with a special token of its family, and asks for an answer with
-what it writes before one. The plan holds the text, so that a later release changes no run. Who needs tools takes the template of
-a model that was made for them.
+They are for base models, which have no template. Each ends a turn with a special token of its family, and asks for an answer with
+the text that precedes an answer. The plan holds the text, so a later release changes no run. Users who need tools should
+take the template of a model that was trained for tools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYSTEM_FIRST = (
     "{% if messages[0]['role'] == 'system' %}{% set lead = messages[0]['content'] | trim + '\n\n' %}"
     "{% set turns = messages[1:] %}{% else %}{% set lead = '' %}{% set turns = messages %}{% endif %}"
 )
-"""For forms without a system turn: its text is put before the first question."""
+"""Prefix for formats without a system turn: it puts the system text before the first question."""
 _GEMMA = (
     "{{ bos_token }}" + _SYSTEM_FIRST + "{% for message in turns %}"
     "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n'"
@@ -41,14 +41,8 @@ _PLAIN = (
     "{% if add_generation_prompt %}{{ '### Assistant:\n' }}{% endif %}"
 )
 
-TEMPLATES: Mapping[str, str] = {
-    "ChatML": _CHATML,
-    "Gemma": _GEMMA,
-    "Llama3": _LLAMA3,
-    "Mistral": _MISTRAL,
-    "Plain": _PLAIN,
-}
-"""By name. Plain writes words instead of special tokens, but for the one that ends a text, which every model knows."""
+TEMPLATES: Mapping[str, str] = {"ChatML": _CHATML, "Gemma": _GEMMA, "Llama3": _LLAMA3, "Mistral": _MISTRAL, "Plain": _PLAIN}
+"""Name -> template. Plain writes words instead of special tokens, except for the end-of-text token, which every model knows."""
 TEMPLATE_FORMS: Mapping[str, str] = {
     "ChatML": "turns between <|im_start|> and <|im_end|>, as Qwen and many others have them.",
     "Gemma": "turns between <start_of_turn> and <end_of_turn>.",
@@ -56,18 +50,18 @@ TEMPLATE_FORMS: Mapping[str, str] = {
     "Mistral": "questions between [INST] and [/INST].",
     "Plain": "words instead of special tokens, for tokenizers that have none of the others'.",
 }
-"""What each of them writes."""
+"""Name -> format that the template writes."""
 ENDS: Mapping[str, str] = {"ChatML": "<|im_end|>", "Gemma": "<end_of_turn>", "Llama3": "<|eot_id|>", "Mistral": "[/INST]"}
-"""Token by which a tokenizer shows that it knows the form."""
+"""Name -> special token that only tokenizers for this format have."""
 JINJA = ("{{", "{%")
-"""One of these is in every template; what has none is meant as a name."""
+"""Marks of Jinja, of which every template contains one; a string without them is taken for a template's name."""
 
 
 def name_of(template: str | None) -> str | None:
-    """The name of one of ours."""
+    """Return the name of a built-in template; None for any other template."""
     return next((name for name, text in TEMPLATES.items() if text == template), None)
 
 
 def fitting_template(tokens: frozenset[str]) -> str:
-    """The name of the template for a tokenizer with these special tokens."""
+    """Return the name of the template that fits a tokenizer with these special tokens."""
     return next((name for name, end in ENDS.items() if end in tokens), "Plain")

@@ -1,6 +1,6 @@
-"""Conditions, and the phase that is derived from them: one word for `kubectl get`, which nothing reads back.
+"""Conditions, and the phase derived from them: one word for `kubectl get`, which no program depends on.
 
-`lastTransitionTime` moves only when the status of a condition changes.
+`lastTransitionTime` changes only if the status of a condition changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESTARTING = (Reason.RESTARTING, Reason.RESIZING, Reason.BACKING_OFF, Reason.BL
 
 
 def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
-    """The condition of a type, if it is there."""
+    """Return the condition of a type; None if it is missing."""
     for condition in conditions:
         if condition.type is kind:
             return condition
@@ -35,7 +35,7 @@ def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Cond
 
 
 def is_condition_true(conditions: Sequence[Condition], kind: ConditionType) -> bool:
-    """Whether the condition is there and True."""
+    """Whether the condition exists and is True."""
     condition = find_condition(conditions, kind)
     return condition is not None and condition.status == "True"
 
@@ -50,7 +50,7 @@ def with_condition(
     generation: int,
     now: str,
 ) -> list[Condition]:
-    """The conditions with one of them set, in the order of `ConditionType`. `now`: RFC 3339."""
+    """Return the conditions with one of them set, in the order of `ConditionType`. now: RFC 3339."""
     before = find_condition(conditions, kind)
     word = _WORDS[status]
     unchanged = before is not None and before.status == word
@@ -72,7 +72,7 @@ def with_condition(
 
 
 def initial_conditions(*, generation: int, now: str) -> list[Condition]:
-    """Every condition, Unknown: what a job shows at first sight."""
+    """Return every condition as Unknown, for a job that the operator sees for the first time."""
     conditions: list[Condition] = []
     for kind in ConditionType:
         conditions = with_condition(conditions, kind, None, Reason.NOT_OBSERVED, "", generation=generation, now=now)
@@ -80,7 +80,7 @@ def initial_conditions(*, generation: int, now: str) -> list[Condition]:
 
 
 def job_phase(conditions: Sequence[Condition]) -> Phase:
-    """The phase of a job: what it ended as, what holds it up, or the first stage that is not done."""
+    """Return the phase of a job: how it ended, what holds it up, or the first stage that is not done."""
     succeeded = find_condition(conditions, ConditionType.SUCCEEDED)
     if is_condition_true(conditions, ConditionType.FINISHED) and succeeded is not None:
         if succeeded.status == "True":

@@ -1,7 +1,7 @@
-"""API models -> CustomResourceDefinitions.
+"""The CustomResourceDefinitions, generated from the API models.
 
-pydantic's JSON schema is rewritten into a structural schema. The rewrite raises on every keyword that it does not know, so that
-a new kind of constraint is either translated or noticed. `python -m finetune_job.crd DIR` writes the files.
+pydantic's JSON schema is rewritten into a structural schema. The rewrite raises an error for every unknown keyword, so a new
+kind of constraint is either translated or noticed. `python -m finetune_job.crd DIR` writes the files.
 """
 
 from __future__ import annotations
@@ -19,15 +19,7 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.api.status import FineTuneJobStatus, FineTuneProfileStatus
 from finetune_job.finding import INVALID_FIELD
-from finetune_job.names import (
-    GROUP,
-    JOB_KIND,
-    JOB_PLURAL,
-    MAX_JOB_NAME,
-    PROFILE_KIND,
-    PROFILE_PLURAL,
-    VERSION,
-)
+from finetune_job.names import GROUP, JOB_KIND, JOB_PLURAL, MAX_JOB_NAME, PROFILE_KIND, PROFILE_PLURAL, VERSION
 from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.cel.condition import CANCELLED, FROZEN
@@ -38,11 +30,11 @@ _COPIED = {
     "minProperties", "maxProperties", "default",
 }  # fmt: skip
 _DROPPED = {"title"}
-"""Noise that is legal but teaches nobody anything."""
+"""Keywords that are allowed but carry no information, so they are dropped."""
 MUTABLE_FIELD = "run"
 """The only part of the spec that may change after the start."""
 FROZEN_FIELDS_OF_RUN = ("queueName", "priorityClassName")
-"""But for these, which are part of the plan."""
+"""Fields of `run` that cannot change after the start either, because the plan contains them."""
 
 
 KEY_LENGTH = f"{INVALID_FIELD}: the length of keys is bounded"
@@ -54,7 +46,7 @@ class UnknownKeywordError(TypeError):
 
 
 def structural_schema(model: type[BaseModel]) -> Schema:
-    """The structural schema of a model: no references, no unions, no nulls."""
+    """Return the structural schema of a model: it has no references, unions or nulls."""
     document = model.model_json_schema(by_alias=True, mode="validation")
     definitions: dict[str, Schema] = document.get("$defs", {})
     for each in _models_in(model, {}).values():
@@ -68,7 +60,7 @@ def structural_schema(model: type[BaseModel]) -> Schema:
 
 
 def _models_in(model: type[BaseModel], found: dict[str, type[BaseModel]]) -> dict[str, type[BaseModel]]:
-    """The model and every model in its fields, by name."""
+    """Collect the model and every model in its fields, by name."""
     if found.setdefault(model.__name__, model) is not model:
         raise UnknownKeywordError(f"two models have the name {model.__name__}")
     for info in model.model_fields.values():
@@ -115,7 +107,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
             if isinstance(value, dict):
                 result["additionalProperties"] = _rewrite(value, definitions, f"{path}{{}}")
             elif value is True and "maxProperties" in node:
-                # Only where the number of fields is bounded; what they hold, the model's validators say.
+                # Allowed only if the number of fields is bounded; the model's validators check their content.
                 result["x-kubernetes-preserve-unknown-fields"] = True
             elif value is not False:
                 raise UnknownKeywordError(f"{path}: free-form objects need a largest number of fields")
@@ -126,7 +118,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
         else:
             raise UnknownKeywordError(f"{path}: no translation for the JSON schema keyword {key!r}")
     if "properties" in result and isinstance(result.get("default"), dict):
-        # Whole, not only where it differs from the defaults of its fields: conditions are tried on it as it stands here.
+        # Write the whole default, not only what differs from the fields' defaults: conditions are evaluated on exactly this.
         result["default"] = _without_nulls(result["default"])
     if isinstance(result.get("description"), str):
         result["description"] = " ".join(result["description"].split())
@@ -134,16 +126,16 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
 
 
 def _bounded_keys(names: Schema, path: str) -> Schema:
-    """A structural schema has no `propertyNames`."""
+    """Return the CEL rule that bounds the length of keys, because a structural schema has no `propertyNames`."""
     if not {"maxLength"} <= set(names) <= {"minLength", "maxLength"}:
-        raise UnknownKeywordError(f"{path}: keys of a map have a greatest length, maybe a least one, and nothing else")
+        raise UnknownKeywordError(f"{path}: keys of a map have a maximum length, perhaps a minimum length, and nothing else")
     least, most = names.get("minLength", 0), names["maxLength"]
     rule = f"self.all(key, key.size() <= {most}{f' && key.size() >= {least}' if least else ''})"
     return {"rule": rule, "message": f"{KEY_LENGTH}, here {least} to {most}", "reason": "FieldValueInvalid"}
 
 
 def _without_nulls(value: Any) -> Any:
-    """The default of an object as a manifest would have it: a field that is unset does not stand there."""
+    """Return the default of an object as a manifest would have it: unset fields are left out."""
     if not isinstance(value, dict):
         return value
     return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -170,7 +162,7 @@ def _node(schema: Schema, path: str) -> Schema:
 
 
 def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
-    """CEL at the root, the only place from which both status and spec are seen. Optional chaining would exceed the cost limit."""
+    """Return CEL for the root, the only place that sees both status and spec. Optional chaining would exceed the cost limit."""
     started = "!has(oldSelf.status) || !has(oldSelf.status.startTime)"
     frozen = [name for name in spec["properties"] if name != MUTABLE_FIELD]
     frozen += [f"{MUTABLE_FIELD}.{name}" for name in FROZEN_FIELDS_OF_RUN]
@@ -198,7 +190,7 @@ def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
 
 
 def job_crd() -> Schema:
-    """The CustomResourceDefinition of FineTuneJob."""
+    """Build the CustomResourceDefinition of FineTuneJob."""
     spec = structural_schema(FineTuneJobSpec)
     _add_conditions(spec)
     status = _status_schema(FineTuneJobStatus)
@@ -217,18 +209,8 @@ def job_crd() -> Schema:
         {"name": "Loss", "type": "string", "jsonPath": ".status.progress.loss"},
         {"name": "EvalLoss", "type": "string", "jsonPath": ".status.progress.evalLoss"},
         {"name": "Restarts", "type": "integer", "jsonPath": ".status.restarts.counted"},
-        {
-            "name": "Rehearsed",
-            "type": "string",
-            "jsonPath": '.status.conditions[?(@.type=="Rehearsed")].status',
-            "priority": 1,
-        },
-        {
-            "name": "Reason",
-            "type": "string",
-            "jsonPath": '.status.conditions[?(@.type=="Succeeded")].reason',
-            "priority": 1,
-        },
+        {"name": "Rehearsed", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Rehearsed")].status', "priority": 1},
+        {"name": "Reason", "type": "string", "jsonPath": '.status.conditions[?(@.type=="Succeeded")].reason', "priority": 1},
         {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
     ]
     return _definition(
@@ -239,7 +221,7 @@ def job_crd() -> Schema:
 
 
 def profile_crd() -> Schema:
-    """The CustomResourceDefinition of FineTuneProfile."""
+    """Build the CustomResourceDefinition of FineTuneProfile."""
     columns: list[Schema] = [
         {"name": "Image", "type": "string", "jsonPath": ".spec.trainerImage"},
         {"name": "GPU", "type": "string", "jsonPath": ".spec.gpu.resourceName"},
@@ -262,7 +244,7 @@ def _status_schema(model: type[BaseModel]) -> Schema:
 
 
 def _without_defaults(node: Schema) -> None:
-    """Status is written by the operator alone; defaults there would be added on every read."""
+    """Remove all defaults: only the operator writes the status, and the API server would add them on every read."""
     node.pop("default", None)
     for child in node.get("properties", {}).values():
         _without_defaults(child)
@@ -317,14 +299,14 @@ def _definition(
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """Writes repeated values out instead of anchors, which people and diff tools read badly."""
+    """A YAML dumper that repeats values instead of writing anchors, which are hard to read for people and diff tools."""
 
     def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the base class names it
         return True
 
 
 def files() -> dict[str, str]:
-    """File name -> content of every CRD."""
+    """Return the content of every CRD by its file name."""
     return {
         f"{GROUP}_{plural}.yaml": HEADER + yaml.dump(crd, Dumper=_PlainDumper, sort_keys=False, width=140)
         for plural, crd in ((JOB_PLURAL, job_crd()), (PROFILE_PLURAL, profile_crd()))

@@ -1,4 +1,4 @@
-"""On what the ranks of a job compute: profiles with a GPU, and models that nobody means to train without one."""
+"""The devices on which the ranks of a job compute, and a warning if a large model is to train without a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from finetune_job.plan.run_plan import RunPlan
 
 LARGE_ON_CPU = "large-model-on-cpu"
 LARGE_PARAMETERS = 1_000_000_000
-"""From here on a step on CPU cores takes minutes, and a run days."""
+"""Number of parameters at which a step on CPU cores begins to take minutes, and a run days."""
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)[bB](?![A-Za-z0-9])")
 
 
 def device_text(plan: RunPlan, device: str | None = None) -> str:
-    """Ranks and their devices, in words. device: on what they train if no profile says so; None: nobody has said."""
+    """Describe ranks and devices in words. device: name of the device if no profile names one; None if it is unknown."""
     ranks, placement = plan.parallelism.world_size, plan.placement
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if placement is None and device is not None:
@@ -32,7 +32,7 @@ def device_text(plan: RunPlan, device: str | None = None) -> str:
 
 
 def product_of(plan: RunPlan) -> str | None:
-    """What a device of this run is called: the profile's gpu.product, or the label that nodes of training pods need to have."""
+    """Return the name of this run's devices: the profile's gpu.product, or the label in the training pods' node selector."""
     placement = plan.placement
     if placement is None or placement.gpu_resource_name is None:
         return None
@@ -41,13 +41,13 @@ def product_of(plan: RunPlan) -> str | None:
 
 
 def parameters_by_name(source: str) -> int | None:
-    """What the name of a model says of its size, as in Llama-3.1-8B and Mixtral-8x7B."""
+    """Read the number of parameters from the name of a model, as in Llama-3.1-8B and Mixtral-8x7B."""
     found = _SIZE_IN_NAME.findall(source.rstrip("/").rpartition("/")[2])
     return None if not found else max(int(float(size) * int(times or 1) * 1e9) for times, size in found)
 
 
 def large_on_cpu(plan: RunPlan, parameters: int | None) -> Finding | None:
-    """A warning if a profile without GPU is to train a model that nobody means to train on CPU cores."""
+    """Return a warning if a job without GPUs is to train a model that is too large for CPU cores."""
     placement = plan.placement
     if parameters is None or parameters < LARGE_PARAMETERS or placement is None or placement.gpu_resource_name is not None:
         return None

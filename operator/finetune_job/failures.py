@@ -1,7 +1,7 @@
 """Failure classes, the exit codes that carry them, and the report a container leaves as its termination message.
 
-The trainer raises and exits with these; the operator reads them back. The table of what is retried is in the operator's
-restart policy, never here and never at the place that raises.
+The trainer raises and exits with these; the operator reads them back. The operator's restart policy alone decides which failures
+are retried.
 """
 
 from enum import StrEnum
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from finetune_job.finding import Finding
 
 TERMINATION_LIMIT_BYTES = 4096
-"""The kubelet keeps only the last 4,096 bytes of a termination message, so a longer JSON document would lose its head."""
+"""Maximum size of a report: the kubelet keeps only the last 4,096 bytes of a termination message, and cuts off the rest."""
 
 
 class FailureClass(StrEnum):
@@ -31,7 +31,7 @@ class FailureClass(StrEnum):
     DEVICE_FAULT = "DeviceFault"
     """A GPU computes wrong results or reports a fault of its own, such as memory errors that it could not correct."""
     HOST_OUT_OF_MEMORY = "HostOutOfMemory"
-    """A pod's own memory ran out, and the kernel ended a process of it."""
+    """A pod's own memory ran out, and the kernel killed one of its processes."""
     DISK_FULL = "DiskFull"
     """A claim or the disk of the node has no space left."""
     COLLECTIVE = "Collective"
@@ -39,19 +39,19 @@ class FailureClass(StrEnum):
     STALLED = "Stalled"
     """A rank stopped making progress; the stacks of all ranks are on the workspace."""
     SOURCE_UNAVAILABLE = "SourceUnavailable"
-    """A hub or an object store did not answer, or not with what was asked for; trying again may help."""
+    """A hub or an object store did not answer, or answered with something else; trying again may help."""
     DESTINATION_REFUSED = "DestinationRefused"
     """The destination refused the results: fix the credentials, the name, or what the destination already holds."""
     DESTINATION_UNAVAILABLE = "DestinationUnavailable"
     """The destination did not answer, or broke off; trying again may help, and continues the upload."""
     CHECKPOINT_INVALID = "CheckpointInvalid"
-    """No checkpoint that training could resume from is whole."""
+    """No intact checkpoint is left from which training could resume."""
     PLAN_MISMATCH = "PlanMismatch"
     """The plan file does not have the digest that the operator announced."""
     VERIFICATION_FAILED = "VerificationFailed"
     """The merged model does not behave as base and adapter do."""
     PREEMPTED = "Preempted"
-    """SIGTERM arrived; the state was saved at a step boundary where time allowed."""
+    """SIGTERM arrived; the state was saved at a step boundary if time allowed."""
     INFRASTRUCTURE = "Infrastructure"
     """The pod was evicted, deleted or lost with its node; never an exit code."""
     NODE_LOST = "NodeLost"
@@ -71,10 +71,10 @@ class FailureClass(StrEnum):
 
 
 USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
-"""What only a human can fix: in the manifest, in the data or in the model. Trying again does not help."""
+"""Failures that only a person can fix: in the manifest, in the data or in the model. Trying again does not help."""
 
 PROCESS_FAILURES = frozenset({FailureClass.COLLECTIVE, FailureClass.INTERNAL, FailureClass.STALLED})
-"""What ends processes and leaves node, devices and volumes of their pod as good as before."""
+"""Failures that end processes but do no harm to the pod's node, devices and volumes."""
 
 EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.USER_CONFIG: 40,
@@ -100,7 +100,7 @@ CLASS_OF_EXIT_CODE = {code: failure for failure, code in EXIT_CODES.items()}
 
 
 class Outcome(StrEnum):
-    """How a container ended, by its own account."""
+    """How a container ended, according to its own report."""
 
     SUCCEEDED = "Succeeded"
     REFUSED = "Refused"
@@ -109,17 +109,34 @@ class Outcome(StrEnum):
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""A number in what a container says; beyond it not every reader of JSON keeps all digits, nor does the API server take it."""
+"""A number in a container's report, within the limit up to which all readers of JSON keep every digit."""
 LATEST_TIME = 253_402_300_799.0
-"""The last second of the year 9999, beyond which no date is."""
+"""The last second of the year 9999, the latest time that Python's dates can hold."""
+
+
+MOST_RESTARTS_IN_POD = 2
+"""Maximum number of times that the ranks of a one-pod gang are restarted in their pod; a further failure suggests a bad pod."""
+
+
+class RankRestart(BaseModel):
+    """A restart of the ranks of a one-pod gang in their pod, after a failure of processes only."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
+    failure: FailureClass
+    message: str = ""
+    rank: Count | None = None
+    """Global rank that failed first."""
+    step: Count | None = None
+    time: Annotated[float, Field(le=LATEST_TIME, allow_inf_nan=False)] = 0.0
+    """Seconds since the epoch at which the failure was seen."""
 
 
 _LEFT_OUT: Any = {"findings": {"__all__": {"changes"}}}
-"""What only the whole report says: the envelope is short."""
+"""Fields that only the full report has, because the envelope has to be short."""
 
 
 class TerminationReport(BaseModel):
-    """What a container says when it ends: written to its termination message and, whole, to the workspace."""
+    """The report of a container that ends: written to its termination message and, whole, to the workspace."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     role: str
@@ -129,7 +146,7 @@ class TerminationReport(BaseModel):
     message: str = ""
     hint: str = ""
     rank: Count | None = None
-    """Global rank that failed first, None where the supervisor itself speaks."""
+    """Global rank that failed first; None if the supervisor itself reports."""
     node_rank: Count | None = None
     step: Count | None = None
     exception: str = ""
@@ -137,14 +154,16 @@ class TerminationReport(BaseModel):
     """Seconds since the epoch at which the failure was seen; the earliest report of a gang names the cause."""
     findings: list[Finding] = Field(default_factory=list)
     findings_total: int = 0
-    """How many findings there are; `findings` may hold fewer."""
+    """Number of all findings; `findings` may hold fewer."""
     facts: dict[str, str] = Field(default_factory=dict)
     """Small results that the operator copies into status: digests, paths, losses."""
+    restarts: list[RankRestart] = Field(default_factory=list)
+    """Restarts of the ranks in their pod, in this attempt."""
     report_path: str = ""
     """Path of the full report, relative to the claim that holds the workspace."""
 
     def envelope(self) -> str:
-        """This report as JSON of at most `TERMINATION_LIMIT_BYTES` bytes; the last findings give way first, then long texts."""
+        """Return this report as JSON of at most `TERMINATION_LIMIT_BYTES` bytes: drop the last findings first, then cut texts."""
         report = self
         text_limit = 1024
         while True:
@@ -164,6 +183,10 @@ class TerminationReport(BaseModel):
                         "report_path": report.report_path[:text_limit],
                         "role": report.role[:text_limit],
                         "findings": [finding.shortened(text_limit) for finding in report.findings],
+                        "restarts": [
+                            restart.model_copy(update={"message": restart.message[:text_limit]})
+                            for restart in report.restarts[:MOST_RESTARTS_IN_POD]
+                        ],
                         "findings_total": total,
                         "facts": {
                             key[:64]: value[:text_limit] for key, value in list(report.facts.items())[: max(text_limit // 16, 1)]
@@ -173,7 +196,7 @@ class TerminationReport(BaseModel):
 
 
 def parse_envelope(text: str) -> TerminationReport | None:
-    """The report in a termination message, or None where the message is not one of ours."""
+    """Parse the report in a termination message; None if the message is not such a report."""
     try:
         return TerminationReport.model_validate_json(text)
     except ValueError:

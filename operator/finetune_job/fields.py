@@ -1,6 +1,6 @@
-"""What there is to say of one field of the API: type, default, unit, bounds, meaning, and what it is on GPU and on CPU.
+"""The facts about one field of the API: type, default, unit, bounds, meaning, and its effect on GPU and CPU.
 
-All but units and devices comes from the models, by way of their schema.
+All facts except units and effects on devices come from the models, by way of their schema.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FORMS = {
     r"^[1-9][0-9]{0,9}(Ki|Mi|Gi|Ti)$": "size, as in 100Gi",
     r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$": "quantity, as in 500m or 80Gi",
 }
-"""Pattern of a text -> what it is."""
+"""Pattern of a string field -> its type in words."""
 _UNITS = (
     ("Seconds", "seconds"),
     ("everySteps", "optimizer steps"),
@@ -48,54 +48,54 @@ _UNITS = (
     ("storage", "bytes, as in 100Gi"),
     ("emory", "bytes, as in 80Gi"),
 )
-"""Ending of a field's name -> what it counts."""
+"""Ending of a field's path -> the unit of its value."""
 SAME_ON_BOTH = "the same on GPU and CPU"
 DEVICES = {
     "spec.profile": "a profile with gpu trains on GPUs, any other one on CPU cores",
     "spec.parallelism.processesPerNode": "GPU: the GPUs of a node, one for each rank; CPU: ranks that share the cores of a pod",
     "spec.parallelism.fsdp.syncModuleStates": "GPU: version 1 broadcasts rank 0's weights; CPU: no effect, each rank reads them",
     "spec.parallelism.fsdp.offloadParams": "GPU: parameters wait in pinned memory of the node; CPU: there is nothing to offload",
-    "spec.parallelism.fsdp.reshardAfterForward": "unset: by the memory of a GPU, or by a rank's share of the pod's",
-    "spec.training.microBatchSize": "unset: by the memory of a GPU, or by a rank's share of the pod's",
-    "spec.training.activationCheckpointing": "unset: by the memory of a GPU, or by a rank's share of the pod's",
+    "spec.parallelism.fsdp.reshardAfterForward": "unset: chosen by a GPU's memory, or a rank's share of a pod's",
+    "spec.training.microBatchSize": "unset: chosen by a GPU's memory, or a rank's share of a pod's",
+    "spec.training.activationCheckpointing": "unset: chosen by a GPU's memory, or a rank's share of a pod's",
     "spec.training.compile": "CPU: the image needs a C++ compiler",
     "spec.checkpoint.asynchronous": "GPU: the copy is in pinned memory of the node; CPU: in the same memory as the model",
 }
-"""Path in a FineTuneJob -> what differs."""
+"""Path in a FineTuneJob -> the difference between GPU and CPU."""
 
 
 @dataclass(frozen=True)
 class FieldFacts:
-    """One field, as manifests write it."""
+    """The facts about one field, named as in manifests."""
 
     kind: str
-    """Of the object that has it."""
+    """Kind of the object that has the field."""
     path: str
-    """As in `spec.data.datasets[].source`."""
+    """The path, such as `spec.data.datasets[].source`."""
     type: str
-    """In words."""
+    """The type in words."""
     is_text: bool
     takes_any_key: bool
-    """Whether names of fields below it are the manifest's own, as of a map."""
+    """Whether the manifest chooses the names of the fields below this one, as in a map."""
     default: str
-    """As JSON; empty: there is none, and `meaning` says what an unset one leads to."""
+    """The default as JSON; empty if the field has no default: `meaning` then says what an unset field does."""
     is_required: bool
     unit: str
     bounds: str
     pattern: str
-    """Regular expression; empty: none, or `type` says it in words."""
+    """Regular expression; empty if there is none, or if `type` describes it in words."""
     meaning: str
     device: str
-    """Empty for what no run reads."""
+    """A note on what the field does on GPU and on CPU; empty for fields that no run reads."""
     children: tuple[str, ...]
-    """Names of the fields below it."""
+    """Names of the fields below this one."""
     values: tuple[str, ...]
-    """All that it takes, or that a list of it holds; empty: they are not listed."""
+    """All values that the field, or an item of its list, may have; empty if the schema does not list them."""
 
 
 @cache
 def all_fields() -> tuple[FieldFacts, ...]:
-    """Of FineTuneJobs and FineTuneProfiles, parents before children."""
+    """List the fields of FineTuneJobs and FineTuneProfiles, parents before children."""
     return tuple(
         facts
         for kind, root, model in ROOTS
@@ -130,7 +130,7 @@ def _facts(kind: str, path: str, node: Schema, *, is_required: bool) -> Iterator
 
 
 def type_text(node: Schema) -> str:
-    """The type of a schema's value, in words."""
+    """Return the type of a schema's value, in words."""
     match node.get("type"):
         case "array":
             return f"list of {type_text(node['items'])}"
@@ -147,7 +147,7 @@ def type_text(node: Schema) -> str:
 
 
 def bounds_text(node: Schema) -> str:
-    """How much of the type the API server accepts, in words; empty: all of it."""
+    """Return the bounds within which the API server accepts values, in words; empty if there are none."""
     parts = []
     for lowest, highest, unit in (
         ("minimum", "maximum", ""),

@@ -1,4 +1,4 @@
-"""What a rule or a check has to say about a job: the same object in the rule book, in a report, in status and on a terminal."""
+"""The finding of a rule or a check: the same object in the rule book, in a report, in status and on a terminal."""
 
 import operator
 from typing import Annotated, Any, Literal, Self
@@ -8,20 +8,20 @@ from pydantic.json_schema import SkipJsonSchema
 
 MAX_ID_LENGTH = 128
 MAX_TEXT_LENGTH = 4096
-"""Characters of a text in status."""
+"""Maximum number of characters of a string in status."""
 INVALID_FIELD = "invalid-field"
-"""Id of the finding for a field that the schema refuses, and for input that is no object of this API."""
+"""Id of the finding for a field that the schema refuses, and for input that is not an object of this API."""
 Severity = Literal["error", "warning"]
 TEXTS = ("field", "value", "message", "fix", "source")
-"""Fields of a finding that have any length."""
+"""Fields of a finding whose length is not bounded."""
 
 
 def _known_severity(severity: object) -> object:
-    """A report may come from a release that knows more of them; only errors refuse a job."""
+    """Take an unknown severity for a warning: a later release may know more of them, and only errors refuse a job."""
     return severity if severity == "error" or not isinstance(severity, str) else "warning"
 
 
-# Bounds of the CRD alone: a finding says all that it has to say until it is shortened for status or a report.
+# These bounds apply only in the CRD: a finding has its full texts until it is shortened for status or a report.
 _Id = Annotated[str, Field(json_schema_extra={"maxLength": MAX_ID_LENGTH})]
 _Text = Annotated[str, Field(json_schema_extra={"maxLength": MAX_TEXT_LENGTH})]
 
@@ -31,13 +31,13 @@ class FieldChange(BaseModel):
 
     model_config = ConfigDict(frozen=True, defer_build=True)
     field: str
-    """Path under the object, such as `spec.parallelism.fsdp.useOrigParams`."""
+    """Path in the object, such as `spec.parallelism.fsdp.useOrigParams`."""
     value: Any
     """New value; None removes the field."""
 
 
 class Finding(BaseModel):
-    """What a rule or preflight found."""
+    """A problem that a rule or preflight found."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     rule: _Id
@@ -45,18 +45,18 @@ class Finding(BaseModel):
     field: _Text = ""
     value: _Text = ""
     message: _Text
-    """Why this cannot work, or what it means."""
+    """Why the value cannot work, or what its consequence is."""
     fix: _Text = ""
-    """What to write instead."""
+    """The remedy."""
     source: _Text = ""
-    """What the finding rests on; empty if the input itself is at fault."""
+    """The evidence for the finding; empty if the input itself is at fault."""
     changes: SkipJsonSchema[tuple[FieldChange, ...]] = ()
     """The fix as changes that a program can apply; applying all of them clears this finding. Not part of status."""
     is_proposal: SkipJsonSchema[Literal[True] | None] = Field(default=None, exclude_if=operator.not_)
     """Whether the changes name, as an example, a value that only the author of the manifest knows. Not part of status."""
 
     def shortened(self, limit: int) -> Self:
-        """This finding for status or a report: no text longer than `limit` characters, and no changes."""
+        """Return this finding for status or a report: no text longer than `limit` characters, and no changes."""
         texts = {name: getattr(self, name)[:limit] for name in TEXTS}
         return self.model_copy(
             update={**texts, "rule": self.rule[: min(limit, MAX_ID_LENGTH)], "changes": (), "is_proposal": None}

@@ -1,9 +1,8 @@
-"""A small HTTP server for a few GET routes: the operator's probes and metrics, and rank 0's progress. Here, because both import
-it.
+"""A small HTTP server for a few GET routes, shared by the operator (probes and metrics) and rank 0 (progress).
 
-Bounded in everything, because anyone who reaches the port may open it: one thread, an event loop of its own, so many connections,
-so many bytes of request, and so many seconds for each. A newcomer above the limit takes the place of the oldest connection, which
-has had the longest to send its request; so idle ones never keep a probe waiting.
+Anyone who reaches the port may connect, so everything is bounded: there is one thread with its own event loop, and limits on the
+number of connections, the bytes of a request and the seconds of a connection. A new connection above the limit replaces the
+oldest one, which has had the longest to send its request; so idle connections never keep a probe waiting.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from http import HTTPStatus
 from typing import Protocol
 
 CONNECTIONS = 64
-"""Open at a time."""
+"""Maximum number of connections that are open at a time."""
 CONNECTION_SECONDS = 5.0
-"""From accepting a connection to its end."""
+"""Time limit from accepting a connection to its end."""
 REQUEST_BYTES = 8192
-"""Longest request line with its headers."""
+"""Maximum number of bytes of a request line with its headers."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a route answers."""
+    """The answer of a route."""
 
     body: bytes
     content_type: str = "text/plain"
@@ -38,17 +37,17 @@ class Answer:
 
 
 class ReaderCheck(Protocol):
-    """Decides who is answered. Both are called in the server's thread."""
+    """Decides which clients are answered. Both methods are called in the server's thread."""
 
     async def refusal(self, path: str, authorization: str) -> Answer | None:
-        """What somebody without the right is answered; None: they have it. `authorization`: the header, empty without one."""
+        """Return the answer for a client without permission; None if it has it. authorization: the header, empty without one."""
 
     async def close(self) -> None:
-        """The server ends."""
+        """Free what the check holds; called when the server ends."""
 
 
 class HttpServer:
-    """Listens from its construction and answers from `start` to `stop`. Routes are called in its thread; they should be quick."""
+    """A server that listens once constructed and answers from `start` to `stop`. Routes run in its thread and should be quick."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class HttpServer:
         gate: ReaderCheck | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """`host`: empty for all interfaces; `port`: 0 for any free one; `gate`: None for everybody; `tls`: asked for each
-        connection, None for plain HTTP. Raises OSError if it cannot listen.
+        """Listen. host: empty for all interfaces. port: 0 for any free one. gate: None lets every client read. tls: called for
+        each connection; None for plain HTTP. Raises OSError if it cannot listen.
         """
         self._socket = socket.create_server((host, port), backlog=2 * CONNECTIONS)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
@@ -69,7 +68,7 @@ class HttpServer:
         self._gate = gate
         self._tls = tls
         self._connections: dict[asyncio.StreamWriter, None] = {}
-        """In the order of their arrival."""
+        """Connections in the order of their arrival."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -118,7 +117,7 @@ class HttpServer:
     async def _secured(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
     ) -> asyncio.StreamWriter:
-        """The connection after its handshake. Here and not by the server, which would count none before that has ended."""
+        """Return the connection after its handshake, which is done here because the server would count it only afterwards."""
         protocol = writer.transport.get_protocol()
         transport = await self._loop.start_tls(
             writer.transport, protocol, context, server_side=True, ssl_handshake_timeout=CONNECTION_SECONDS
@@ -148,13 +147,13 @@ class HttpServer:
         try:
             refusal = None if self._gate is None else await self._gate.refusal(path, authorization)
             return route() if refusal is None else refusal
-        except Exception:  # noqa: BLE001 - a page that cannot be made must not end the probes
+        except Exception:  # noqa: BLE001 - a route that fails must not end the probes
             _log.exception("route %s failed", path)
             return error_answer(HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
 
 
 def _header(head: bytes, name: bytes) -> str:
-    """Value of the first header of that name; empty without one."""
+    """Return the value of the first header with this name; empty without one."""
     for line in head.split(b"\r\n")[1:]:
         found, separator, value = line.partition(b":")
         if separator and found.strip().lower() == name:
@@ -163,7 +162,7 @@ def _header(head: bytes, name: bytes) -> str:
 
 
 def error_answer(status: HTTPStatus, why: str) -> Answer:
-    """An answer that says in one line why there is no other."""
+    """Create an answer that says in one line why the request failed."""
     return Answer(f"{status.phrase}: {why}\n".encode(), status=status)
 
 

@@ -1,4 +1,4 @@
-"""Where things are on the workspace and on the output claim: one table for trainer, operator and command line."""
+"""The paths of files on the workspace and on the output claim, for trainer, operator and command line."""
 
 import re
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def checkpoint_name(step: int) -> str:
-    """Name of the directory of the checkpoint after an optimizer step; names sort like steps."""
+    """Return the name of the directory for the checkpoint after an optimizer step; names sort like steps."""
     return f"step-{step:010d}"
 
 
 def checkpoint_step(name: str) -> int | None:
-    """The step in such a name; None for any other name."""
+    """Return the step in the name of a checkpoint's directory; None for any other name."""
     match = re.fullmatch(r"step-(\d{10})", name)
     return int(match[1]) if match else None
 
@@ -24,119 +24,121 @@ class WorkspaceLayout:
 
     @property
     def sources(self) -> Path:
-        """What was fetched from outside the cluster: `model`, `data-<n>`, `validation`; each complete once it exists."""
+        """Files that were fetched from outside the cluster: `model`, `data-<n>`, `validation`; each appears once complete."""
         return self.root / "sources"
 
     @property
     def base_with_tokens(self) -> Path:
-        """The base model with the tokens that the job adds: its tokenizer, and a row for each in the embeddings."""
+        """The base model with the added tokens: in its tokenizer, and with a row for each in the embeddings."""
         return self.root / "base-with-added-tokens"
 
     @property
     def added_tokens(self) -> Path:
-        """Which tokens these are and what ids they have; written once the model is complete."""
+        """The added tokens with their ids; written once the base model with them is complete."""
         return self.root / "added-tokens.json"
 
     @property
     def accounts(self) -> Path:
-        """One JSON object per line: how each attempt spent its time."""
+        """The account of each attempt's time, one JSON object per line."""
         return self.root / "accounts.jsonl"
 
     @property
     def prepared(self) -> Path:
-        """Tokenised and packed data, a manifest last."""
+        """Tokenised and packed data; its manifest is written last."""
         return self.root / "prepared"
 
     @property
     def model_report(self) -> Path:
-        """What preflight learnt from the model: wrap classes, trainable tensors, digests."""
+        """Facts that preflight has found about the model: wrap classes, trainable tensors, digests."""
         return self.root / "preflight.json"
 
     @property
     def first_values(self) -> Path:
-        """What adapters that start from the base's own weights start with: computed once, read by every rank of every attempt."""
+        """Initial values of adapters that start from the base's own weights: computed once, read by all ranks of all attempts."""
         return self.root / "first-values.safetensors"
 
     @property
     def checkpoints(self) -> Path:
-        """A directory for each, by `checkpoint_name`."""
+        """The checkpoints, each in a directory named by `checkpoint_name`."""
         return self.root / "checkpoints"
 
     @property
     def rank_zero(self) -> Path:
-        """The attempt, and the port on which its rank 0 answers."""
+        """The number of the attempt, and the port on which its rank 0 answers."""
         return self.root / "observe.json"
 
     @property
     def adapter(self) -> Path:
-        """The trained adapter (or the trained model, for full fine-tuning), complete once it exists."""
+        """The trained adapter (or the trained model, for full fine-tuning); it appears only when it is complete."""
         return self.root / "trained"
 
     @property
     def results(self) -> Path:
-        """What goes to a destination outside the cluster, laid out as `OutputLayout` says."""
+        """The results for a destination outside the cluster, laid out as `OutputLayout` says."""
         return self.root / "results"
 
     @property
     def publication(self) -> Path:
-        """One JSON object per line: what publishing remembers between two attempts, uploads under way and parts that are
-        there.
-        """
+        """State that publishing keeps between attempts: unfinished uploads and their finished parts, one JSON object per line."""
         return self.root / "publication.jsonl"
 
     @property
     def history(self) -> Path:
-        """One JSON object per line and optimizer step."""
+        """The history of the training: a line with a JSON object for each optimizer step."""
         return self.root / "history.jsonl"
 
     @property
     def trackers(self) -> Path:
-        """What experiment trackers write: `tensorboard` always, others by their names."""
+        """Files of experiment trackers: `tensorboard` always, others by their names."""
         return self.root / "trackers"
 
     def reports(self, role: str, attempt: int) -> Path:
         """Full termination reports of one role and attempt, a file per node rank."""
         return self.root / "reports" / f"{role}-{attempt}"
 
+    def restarts(self, attempt: int) -> Path:
+        """A JSON list of the restarts of ranks inside their pod, in one attempt of training."""
+        return self.root / "restarts" / f"train-{attempt}.json"
+
     def stacks(self, attempt: int) -> Path:
-        """Stacks of ranks that stalled, a file per rank, and what the collective library recorded."""
+        """Stacks of stalled ranks, a file per rank, and the records of the collective library."""
         return self.root / "stacks" / f"train-{attempt}"
 
     def logs(self, role: str, attempt: int) -> Path:
-        """Output of each rank, size-capped."""
+        """Output of each rank, up to a maximum size."""
         return self.root / "logs" / f"{role}-{attempt}"
 
 
 @dataclass(frozen=True)
 class MergedPaths:
-    """Names of a merged model, by how far its verification is, and of what the verification says about it."""
+    """Paths of a merged model before and after its verification, and of the verification's reports."""
 
     verified: Path
-    """Its name as a result: only a model that has passed has it."""
+    """Path of the model as a result: only a model that has passed has this name."""
     report: Path
-    """As JSON."""
+    """The report as JSON."""
     page: Path
-    """For people."""
+    """The report for people."""
 
     @property
     def unverified(self) -> Path:
-        """Its name until the verification has passed."""
+        """Path of the model until its verification has passed."""
         return self.verified.with_name(f"{self.verified.name}.unverified")
 
     @property
     def quarantined(self) -> Path:
-        """Its name if the verification has failed: the model is kept, and nobody takes it for a result."""
+        """Path of a model whose verification has failed: it is kept, but is not a result."""
         return self.verified.with_name(f"{self.verified.name}.quarantined")
 
     @property
     def current(self) -> Path:
-        """Where a merge writes. A model under its final name has passed before: the run before this one was killed after that."""
+        """Path to which a merge writes. A model with its final name has passed: an earlier merge was killed after that."""
         return self.verified if self.verified.exists() else self.unverified
 
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """What the user finds at `output.destination`."""
+    """The files that the user finds at `output.destination`."""
 
     root: Path
 
@@ -149,7 +151,7 @@ class OutputLayout:
         return self.root / "merged"
 
     def merged_paths(self, reports: Path | None = None) -> MergedPaths:
-        """Of the merged model. reports: another directory for what the verification says; None: this one."""
+        """Return the paths of the merged model. reports: another directory for the verification's report; None: this one."""
         place = self if reports is None else OutputLayout(reports)
         return MergedPaths(self.merged, place.verification, place.verification_page)
 
@@ -169,12 +171,12 @@ class OutputLayout:
 
     @property
     def report_data(self) -> Path:
-        """The same for programs."""
+        """The report for programs."""
         return self.root / "report.json"
 
     @property
     def provenance(self) -> Path:
-        """An in-toto statement: what was made, from what, by what."""
+        """An in-toto statement of the results, their inputs, and the program that produced them."""
         return self.root / "provenance.json"
 
     @property

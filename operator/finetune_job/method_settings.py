@@ -1,7 +1,7 @@
-"""`method.settings` of a manifest -> the fields of PEFT's configuration class, or what is wrong with them.
+"""Converts `method.settings` of a manifest to the fields of PEFT's configuration class, or reports what is wrong.
 
-Names are PEFT's in camelCase; the types are those that the fields of its class declare (peft_settings.py). Strings with a number
-become numbers where the field takes a fraction, because the spec has no floats. Rules, preflight and trainer all ask here.
+Names are PEFT's in camelCase; types are those that the fields of PEFT's class declare (peft_settings.py). A number in a string
+becomes a number if the field takes a fraction, because the spec has no floats. Rules, preflight and trainer all use this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from finetune_job.peft_settings import SETTINGS
 
 TARGETS = "targetModules"
 TRAINED_ROWS_SETTING = "tokenIndices"
-"""Of TrainableTokens."""
+"""The setting of TrainableTokens that lists the trained rows."""
 PATTERNS = ("rankPattern", "alphaPattern")
 """Mappings whose keys are regular expressions on the end of a name."""
 
@@ -27,10 +27,10 @@ class Setting:
     """A field that a method adds to PEFT's common ones."""
 
     name: str
-    """camelCase, as `method.settings` has it."""
+    """Name of the setting in `method.settings`, in camelCase."""
     peft_name: str
     types: tuple[str, ...]
-    """What it takes: int, float, bool, str, None, list, list[int], list[str], dict, or a word in quotes."""
+    """Accepted types: int, float, bool, str, None, list, list[int], list[str], dict, or a word in quotes."""
     default: Any
 
 
@@ -39,18 +39,18 @@ class WrongSetting:
     """A setting that PEFT's configuration does not take."""
 
     name: str
-    """camelCase, as written."""
+    """Name of the setting in camelCase, as written."""
     value: Any
     reason: str
     fix: str
     is_unknown: bool
     """Whether no setting has that name."""
     near: str | None = None
-    """The one name that was most likely meant."""
+    """The name that was most likely meant; None if no name is close enough."""
 
 
 def known_settings(method: MethodType) -> dict[str, Setting]:
-    """By name, every setting of a method; empty for those that have none here."""
+    """Return every setting of a method by name; empty for methods without settings."""
     return {
         name: Setting(name, peft_name, tuple(types.split(" | ")), default)
         for name, (peft_name, types, default) in SETTINGS.get(method.value, {}).items()
@@ -58,7 +58,7 @@ def known_settings(method: MethodType) -> dict[str, Setting]:
 
 
 def peft_fields(method: MethodType, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[WrongSetting]]:
-    """Values by PEFT's field names, ready for the configuration class, and everything that is wrong."""
+    """Return the values by PEFT's field names, ready for its configuration class, and everything that is wrong."""
     known = known_settings(method)
     values: dict[str, Any] = {}
     wrong = []
@@ -82,8 +82,9 @@ def peft_fields(method: MethodType, settings: Mapping[str, Any]) -> tuple[dict[s
 
 
 def effective_settings(method: MethodType, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """By name, what each setting comes to: the written value, fractions as numbers, else PEFT's default. For settings that
-    `peft_fields` finds nothing wrong with; others come as written.
+    """Return each setting's effective value by name: the written one, with fractions as numbers, or PEFT's default.
+
+    Settings in which `peft_fields` finds a mistake are returned as written.
     """
     known = known_settings(method)
     defaults = {name: setting.default for name, setting in known.items()}
@@ -107,11 +108,11 @@ def _unknown(method: MethodType, name: str, value: Any, known: Mapping[str, Sett
 
 
 _LIKELY = 0.8
-"""From this ratio of equal letters on, a name is taken for a slip of the pen."""
+"""Similarity of two names from which on one is taken for a misspelling of the other."""
 
 
 def _with_fractions(value: Any, types: tuple[str, ...]) -> Any:
-    """Numbers for strings, where the field takes a fraction and no text."""
+    """Convert a string to a number if the field takes a fraction and no text."""
     if isinstance(value, str) and "float" in types and "str" not in types and is_decimal(value):
         return float(value)
     return value

@@ -1,10 +1,10 @@
-"""The table of fine-tuning methods: which PEFT method each is, where its settings are, and what it can do here.
+"""The table of fine-tuning methods: the PEFT method of each, the place of its settings, and what this trainer can do with it.
 
-Rules, plan, trainer and documentation read it; nothing else says what a method can do. Its content was measured with PEFT
-0.21.2 in this trainer (tests/unit/finetune_trainer/model/test_adapters_every_method.py): a supported method lowers the loss,
-gives every trained parameter a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes
-an adapter that PEFT loads with every tensor equal and the same logits. One that merges gives every tensor the bits of PEFT's own
-merge (tests/unit/finetune_trainer/merge/test_non_lora.py).
+Rules, plan, trainer and documentation all read this table. Its content was measured with PEFT 0.21.2 in this trainer
+(tests/unit/finetune_trainer/model/test_adapters_every_method.py): a supported method lowers the loss, gives every trained
+parameter a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes an adapter that PEFT
+loads with every tensor equal and the same logits. A merge gives every tensor the bits of PEFT's own merge
+(tests/unit/finetune_trainer/merge/test_non_lora.py).
 """
 
 from __future__ import annotations
@@ -18,70 +18,68 @@ from finetune_job.api.method import MethodType
 from finetune_job.unsupported_methods import UNSUPPORTED
 
 INSIDE_PEFT = "base_model.model."
-"""How the names of a base's modules begin in a model that PEFT has put adapters on, and in the files of adapters."""
+"""Prefix of the names of a base's modules in a model with PEFT's adapters, and in the files of adapters."""
 
 
 class Family(Enum):
-    """Where a method's settings are."""
+    """The place of a method's settings in a manifest."""
 
     FULL = "method"
-    """No adapter, no settings."""
+    """Methods without an adapter and without settings."""
     LORA = "method.lora"
     OTHER = "method.settings"
 
 
 @dataclass(frozen=True)
 class OneRankSetting:
-    """A setting that several ranks cannot follow, if it is true or above zero."""
+    """A setting that does not work on several ranks if it is true or above zero."""
 
     name: str
-    """As `method.settings` has it."""
+    """Name of the setting in `method.settings`."""
     reason: str
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a method needs of the trainer beyond what every adapter needs."""
+    """Needs of a method beyond those of every adapter."""
 
     trains_leaves: bool = False
-    """Whether all it trains are leaf modules with a weight, which PEFT's wrap policy can make FSDP units of their own."""
+    """Whether it trains only leaf modules with a weight, which PEFT's wrap policy can put into FSDP units of their own."""
     trains_base_modules: bool = False
-    """Whether what it trains are copies of whole modules of the base, which a merge puts in their place."""
+    """Whether it trains copies of whole modules of the base, which replace these modules in a merge."""
     magnitudes: bool = False
-    """Whether it trains magnitudes of about 1, which updates cannot move in 16 bits."""
+    """Whether it trains magnitudes of about 1, which small updates cannot change in 16 bits."""
     reads_adapters_outside_units: bool = False
     """Whether a layer reads the shape and values of adapter weights outside the forward pass of the unit that holds them."""
     leaves_casts_to_autocast: bool = False
-    """Whether FSDP 1 must not cast its parameters to 16 bits, so that autocast casts the operands of products instead."""
+    """Whether FSDP 1 must not cast its parameters to 16 bits, because autocast has to cast the operands of products instead."""
     computes_with_buffers: bool = False
-    """Whether it multiplies by buffers, such as random projections, which FSDP 2 does not cast: autocast does."""
+    """Whether it multiplies by buffers, such as random projections, which autocast has to cast because FSDP 2 does not."""
     one_rank_settings: tuple[OneRankSetting, ...] = ()
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a method is and can do."""
+    """The properties of a method."""
 
     family: Family
     peft_type: str | None
-    """PEFT's name; None: no adapter."""
+    """PEFT's name of the method; None if it has no adapter."""
     targets_all_linear: bool = True
-    """Whether it adapts every linear layer where the user names no modules; otherwise PEFT's own choice for the model."""
+    """Whether it adapts every linear layer if the user names no modules; otherwise PEFT chooses the modules by the model."""
     refused: str = ""
-    """Why it is not supported; empty: it is, and its adapter can be merged into the base, or needs no merge."""
+    """Why the method is not supported; empty if it is and its adapter, if any, can be merged into the base."""
     packs_base: bool = False
     """Whether the base is quantised while it trains."""
     needs: Needs = Needs()
 
     @property
     def attaches_to_values(self) -> bool:
-        """Whether its first values may follow from the base's: then every rank loads the whole base before it is sharded."""
+        """Whether first values may be computed from the base's: then every rank loads the whole base before it is sharded."""
         return self.family is Family.OTHER
 
     def one_rank_setting(self, settings: Mapping[str, Any]) -> OneRankSetting | None:
-        """The first setting that several ranks cannot follow. `settings`: by name, with defaults, as `effective_settings`
-        gives.
-        """
+        """Return the first setting that does not work on several ranks. settings: those of `effective_settings`."""
         return next((each for each in self.needs.one_rank_settings if (settings.get(each.name) or 0) > 0), None)
 
 
@@ -98,8 +96,8 @@ _DROPS_MODULES = OneRankSetting(
 )
 _CONSTRAINED = OneRankSetting(
     "coft",
-    "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends on other "
-    'weights than one rank, FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
+    "it changes the parameters themselves in each forward pass: FSDP 2 loses the change with the gathered copy and ends with "
+    'different weights from one rank; FSDP 1 stops ("a view and its base or another view of its base has been modified inplace")',
 )
 _NEEDS = {
     MethodType.LOHA: Needs(one_rank_settings=(_DROPS_MODULES,)),
@@ -111,7 +109,7 @@ _NEEDS = {
 _DORA = Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True)
 METHODS: dict[MethodType, Method] = {
     MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
-    # Packed weights are flattened with what is held next to them and are no numbers; autocast leaves them as they are.
+    # FSDP 1 would cast packed weights as if they were numbers, with the flat parameter that holds them; autocast does not.
     MethodType.QLORA: Method(
         Family.LORA, "LORA", packs_base=True, needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)
     ),
@@ -137,7 +135,7 @@ METHODS: dict[MethodType, Method] = {
     },
     **{kind: _other(kind, refused=each.reason) for kind, each in UNSUPPORTED.items()},
 }
-"""Every method that a manifest can name."""
+"""Method -> its properties, for every method that a manifest can name."""
 
 
 PACKING = [str(kind) for kind, method in METHODS.items() if method.packs_base]
@@ -145,7 +143,7 @@ PACKING = [str(kind) for kind, method in METHODS.items() if method.packs_base]
 
 
 def lora_kind(*, packs_base: bool, magnitudes: bool) -> MethodType:
-    """LoRA, QLoRA, DoRA or QDoRA."""
+    """Return LoRA, QLoRA, DoRA or QDoRA, whichever has these two properties."""
     return next(
         kind
         for kind, method in METHODS.items()
@@ -154,5 +152,5 @@ def lora_kind(*, packs_base: bool, magnitudes: bool) -> MethodType:
 
 
 def supported(family: Family) -> list[MethodType]:
-    """The methods of a family that are not refused, in the table's order."""
+    """List the methods of a family that are not refused, in the table's order."""
     return [kind for kind, method in METHODS.items() if method.family is family and not method.refused]

@@ -1,22 +1,22 @@
-"""What can be said of a regular expression on module names without compiling it."""
+"""Facts about a regular expression on module names that can be found without compiling it."""
 
 from __future__ import annotations
 
 import re
 
 _OTHER_GRAMMAR = re.compile(r"\(\?(#|[a-zA-Z-]*x)")
-"""Comments, and the flag that allows them everywhere: in there, brackets mean nothing."""
+"""Matches comments and the flag that allows them everywhere; brackets inside comments have no meaning."""
 
 
 def key_expression(key: str) -> str:
-    """The expression that PEFT makes of a key of a pattern (peft.utils.other.get_pattern_key)."""
+    """Return the expression that PEFT builds from a key of a pattern (peft.utils.other.get_pattern_key)."""
     return rf"(.*\.)?({key})$"
 
 
 def is_plainly_malformed(text: str) -> bool:
     """Whether brackets are not closed, a backslash escapes nothing, or a repetition has nothing before it, as in `*.q_proj`.
 
-    One look at each character. True only for what `re.compile` refuses; False says nothing.
+    Looks at each character once. True only for what `re.compile` refuses; if it is False, the expression may still be malformed.
     """
     if _OTHER_GRAMMAR.search(text):
         return False
@@ -45,7 +45,7 @@ def is_plainly_malformed(text: str) -> bool:
 
 
 def _end_of_set(text: str, begin: int) -> int:
-    """Where the `]` is that closes the set; -1 if none does. The first character of a set closes nothing."""
+    """Return the position of the `]` that closes the set; -1 without one. As a set's first character, `]` closes nothing."""
     position = begin + (2 if text[begin + 1 : begin + 2] == "^" else 1)
     first = position
     while position < len(text):

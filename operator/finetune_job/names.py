@@ -1,7 +1,6 @@
 """Names that more than one program must agree on: group, kinds, labels, child names, mount points, files of credentials.
 
-Credentials travel as files that the kubelet mounts from a Secret, and in no other way: not in the plan, not in variables, not
-in arguments.
+Credentials are passed only as files that the kubelet mounts from a Secret, never in the plan, in variables or in arguments.
 """
 
 from __future__ import annotations
@@ -25,48 +24,45 @@ LABEL_JOB_UID = f"{GROUP}/job-uid"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
 LABEL_TEAM = f"{GROUP}/team"
-"""On a FineTuneJob: who is charged for it. Without it its namespace is."""
+"""Label of a FineTuneJob with the team that is charged for it; without it, the namespace is charged."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "finetune-operator"
 ANNOTATION_REPRODUCES = f"{GROUP}/reproduces"
-"""UID of the job that a job runs again."""
+"""Annotation of a job with the UID of the job that it reproduces."""
 ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""On a pod, and on older clusters an annotation of it: which pod of an indexed Job it is."""
+"""Label of a pod (on older clusters an annotation) with its index in an indexed Job."""
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
-"""What NVIDIA's GPU feature discovery calls the label of a node with the name of its devices."""
+"""Label of a node with the name of its devices, as NVIDIA's GPU feature discovery writes it."""
 MERGE_PATCH = "application/merge-patch+json"
 """Content type of a patch: a null removes a field (RFC 7396)."""
 TERMINATION_LOG = "/dev/termination-log"
-"""Where Kubernetes looks for a termination message by default."""
+"""Default path of the termination message in Kubernetes."""
 
 PLAN_KEY = "plan.json"
 PLAN_MOUNT = "/plan"
 CLAIMS_MOUNT = "/claims"
 """Each claim that a pod may see is mounted at `/claims/<claim name>`."""
 CA_MOUNT = "/authorities"
-"""Certificates that fetch and publish trust, if the profile names some."""
-ATTEMPT_MOUNT = "/attempt"
-ATTEMPT_FILE = "number"
-"""A container that was started again reads in this file below `ATTEMPT_MOUNT` which attempt it may run: the pod's label."""
+"""Directory with the certificates that fetch and publish trust, if the profile names any."""
 CREDENTIALS_MOUNT = "/credentials"
-"""Where the kubelet puts each `CredentialFile`; only pods with a way out of the cluster have them."""
+"""Directory of each `CredentialFile`, mounted only in pods that may reach addresses outside the cluster."""
 RENDEZVOUS_PORT = 29400
 OBSERVE_PORT = 9400
-"""Rank 0 serves /metrics, /progress and /healthz here."""
+"""Port on which rank 0 serves /metrics, /progress and /healthz."""
 
 SHUTDOWN_SECONDS = 120
-"""After SIGTERM the ranks agree on a step, finish it and save; torchrun kills what is not done by then."""
+"""Time after SIGTERM in which the ranks agree on a step, finish it and save; torchrun then kills ranks that are still running."""
 TRAIN_GRACE_PERIOD_SECONDS = SHUTDOWN_SECONDS + 30
-"""Of training pods: the supervisor writes its report after torchrun has ended."""
+"""Grace period of training pods, in which the supervisor can still write its report after torchrun has ended."""
 
 MAX_JOB_NAME = 63
 """Longest name of a FineTuneJob that fits in a label; longer child names are shortened with a digest."""
 
 
 class Role(StrEnum):
-    """What a pod does; one batch Job per role (and, for training, per attempt)."""
+    """The role of a pod; each attempt of a role has its own batch Job."""
 
     FETCH = "fetch"
     PREFLIGHT = "preflight"
@@ -76,7 +72,7 @@ class Role(StrEnum):
 
 
 def _shortened(base: str, suffix: str, limit: int) -> str:
-    """`base + suffix` within `limit` characters; a digest of the base stands for what is cut off, and dots become dashes."""
+    """Return `base + suffix` within `limit` characters: a digest of the base replaces what is cut off, and dots become dashes."""
     plain = base.replace(".", "-")
     if plain == base and len(base) + len(suffix) <= limit:
         return base + suffix
@@ -95,17 +91,17 @@ def service_name(job: str) -> str:
 
 
 def network_policy_name(job: str, *, ways_out: bool = False) -> str:
-    """Name of the NetworkPolicy of all pods of a job, or of those with a way out of the cluster."""
+    """Name of the NetworkPolicy of all pods of a job, or of those that may reach addresses outside the cluster."""
     return _shortened(job, "-ways-out" if ways_out else "-run", 63)
 
 
 def workspace_folder(job: str, uid: str) -> str:
-    """Of a job on its workspace claim: another job of the same name finds nothing of it."""
+    """Return the folder of a job on its workspace claim; another job of the same name has a different folder."""
     return f"{job}-{uid[:8]}"
 
 
 def workspace_claim_name(job: str) -> str:
-    """Name of a workspace claim made from the job's template."""
+    """Name of a workspace claim created from the job's template."""
     return _shortened(job, "-workspace", 63)
 
 
@@ -127,7 +123,7 @@ class CredentialFile:
     """One key of a Secret as a file below the credentials' mount point."""
 
     key: str
-    """In the Secret, unless the user names another."""
+    """Key in the Secret, unless the user names another."""
     path: str
     required: bool = True
 

@@ -1,8 +1,8 @@
-"""What rank 0 answers at /progress, what the operator copies into status and what the local mode draws."""
+"""The progress of training: rank 0 serves it at /progress, the operator copies it into status, and a local run displays it."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from finetune_job.failures import Count
+from finetune_job.failures import Count, RankRestart
 
 
 class Progress(BaseModel):
@@ -14,44 +14,47 @@ class Progress(BaseModel):
     total_steps: Count
     epoch: float = 0.0
     loss: float | None = None
-    """Mean over the supervised tokens of the latest step."""
+    """Mean loss over the supervised tokens of the latest step."""
     eval_loss: float | None = None
-    """Mean over the supervised held-out tokens, latest evaluation."""
+    """Mean loss over the supervised held-out tokens in the latest evaluation."""
     initial_eval_loss: float | None = None
-    """The same before the first step."""
+    """Held-out loss before the first step."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
-    """Of all trainable parameters before clipping, latest step."""
+    """Norm of the gradient of all trainable parameters before clipping, in the latest step."""
     tokens_per_second: float | None = None
     tokens_per_second_per_device: float | None = None
     calculated_tokens_per_second: float | None = None
-    """What the planner calculates for the device that rank 0 has; None where it does not know the device or the model."""
+    """Tokens per second that the planner calculates for rank 0's device; None if it does not know the device or the model."""
     mfu: float | None = None
-    """Model FLOPs utilisation, 0 to 1; None where the peak of the device is not known."""
+    """Model FLOPs utilisation, 0 to 1; None if the peak rate of the device is unknown."""
     reached_flops_ratio: float | None = None
-    """The same of what the device of rank 0 reached in a matrix product before training; None where it was not tested."""
+    """Model FLOPs as a share of the rate that rank 0's device reached in a matrix product before training; None if untested."""
     step_seconds_median: float | None = None
     step_seconds_p95: float | None = None
     data_wait_ratio: float | None = None
     """Share of the step time spent waiting for batches, 0 to 1."""
     straggler_ratio: float | None = None
-    """Slowest rank's computing time over the median rank's, latest step."""
+    """The slowest rank's computing time divided by the median rank's, in the latest step."""
     slowest_device_ratio: float | None = None
-    """Products per second of the slowest rank's device over the median rank's, before training; None where none was tested."""
+    """Matrix product speed of the slowest rank's device divided by the median, before training; None if no device was tested."""
     peak_memory_bytes: Count | None = None
-    """Largest over all ranks: of the device, or resident memory on the CPU."""
+    """Largest peak over all ranks, of device memory or, on the CPU, of resident memory."""
     goodput: float | None = None
-    """Share of the time since the first attempt began that went into steps that count, 0 to 1."""
+    """Share of the time since the first attempt began that went into steps whose result was kept, 0 to 1."""
     best_eval_loss: float | None = None
     seconds_left: float | None = None
-    """At the pace of the latest steps."""
+    """Seconds left at the pace of the latest steps."""
     checkpoint_step: Count | None = None
     """Step of the latest complete checkpoint."""
     checkpoint_interval_seconds: float | None = None
-    """Between checkpoints as the plan asks for them, at the pace of the latest steps; None without checkpoints."""
+    """Seconds between planned checkpoints, at the pace of the latest steps; None without checkpoints."""
     checkpoint_time: float | None = None
-    """Seconds since the epoch when it was seen to be complete, or this attempt began from it; without any, when it began."""
+    """Unix time when that checkpoint was seen complete or this attempt began from it; without one, when the attempt began."""
+
+    restarts: list[RankRestart] = Field(default_factory=list)
+    """Restarts of the ranks in their pod, in this attempt."""
 
     def facts(self) -> dict[str, str]:
-        """As facts of the training pod's last report, which nobody has to poll for; they read back to the same values."""
-        return {name: str(value) for name, value in self.model_dump(exclude_none=True, exclude={"attempt"}).items()}
+        """Return the progress as facts for the training pod's last report, from which the same values can be read back."""
+        return {name: str(value) for name, value in self.model_dump(exclude_none=True, exclude={"attempt", "restarts"}).items()}

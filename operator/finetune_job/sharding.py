@@ -1,14 +1,14 @@
-"""What FSDP can hold in one unit, and what that asks of adapters: the law of sharding, over plain data.
+"""The rules of sharding, over plain data: which parameters FSDP can hold in one unit, and the consequences for adapters.
 
-Version 1 joins the parameters of a unit into one flat parameter (torch/distributed/fsdp/_flat_param.py, _init_metadata). It has
-one element type, which is not an integer. With `useOrigParams: false` autograd and the optimizer see it as a whole: trained or
-frozen, with one learning rate and one weight decay. With original parameters they see each part, but one gradient covers the
-whole. Version 2 shards each parameter alone, and reduces the gradients of a unit together, in one element type.
+Version 1 joins the parameters of a unit into one flat parameter (torch/distributed/fsdp/_flat_param.py, _init_metadata). The flat
+parameter has one element type, which is not an integer. With `useOrigParams: false` autograd and the optimizer see it as a whole:
+trained or frozen, with one learning rate and one weight decay. With original parameters they see each part, but one gradient
+covers the whole. Version 2 shards each parameter separately, but reduces the gradients of a unit together, in one element type.
 
-A parameter belongs to the innermost unit around it. So an adapter shares the unit of its layer unless something parts them:
-PEFT's wrap policy, if what is trained are leaf modules with a weight, or a policy whose units may be as small as such modules.
+A parameter belongs to the innermost unit around it. So an adapter shares the unit of its layer unless something separates them:
+PEFT's wrap policy, if the trained modules are leaves with a weight, or a policy whose units may be as small as such modules.
 
-Rules, plan, memory planner, preflight and trainer ask here; words and fields of the answer are theirs.
+Rules, plan, memory planner, preflight and trainer call this module and write their own messages.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_job.methods import METHODS, Family
 INTEGERS = frozenset({"uint8", "int8"})
 """Element types of packed weights that FSDP 1 cannot flatten."""
 SHARDED_BITS = 4
-"""Of a packed base, the only ones that several ranks can share."""
+"""Bits of a packed base that several ranks can share; with other bits they cannot."""
 LEAF_CLASSES = ("Linear", "Linear4bit")
 """Classes of adapters and of the layers around them, which a plan may name as units."""
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
@@ -33,21 +33,21 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 
 
 def can_load_shards(method: MethodType, bits: int | None, *, has_remote_code: bool) -> bool:
-    """Whether each of several ranks may read its own shards of the base alone, as far as a job's settings say.
+    """Whether each of several ranks may read only its own shards of the base, as far as a job's settings decide it.
 
-    bits: of a packed base. What a model's files hold may forbid it, too (model/load_shards.py).
+    bits: those of a packed base. The content of a model's files may also forbid it (model/load_shards.py).
     """
     return bits in {None, SHARDED_BITS} and not has_remote_code and not METHODS[method].attaches_to_values
 
 
 class Parameter(Protocol):
-    """What the law looks at."""
+    """The properties of a parameter on which the rules depend."""
 
     @property
     def name(self) -> str: ...
     @property
     def dtype(self) -> str:
-        """Torch's name of the element type in which it is held."""
+        """Element type in which the parameter is held, by torch's name."""
 
     @property
     def is_trained(self) -> bool: ...
@@ -58,7 +58,7 @@ _P = TypeVar("_P", bound=Parameter)
 
 @dataclass(frozen=True)
 class HeldParameter:
-    """A parameter of which only this is known."""
+    """A parameter with only the properties on which the rules depend."""
 
     name: str
     dtype: str
@@ -92,7 +92,7 @@ class Conflict(Enum):
 
 
 def innermost_unit(parameter: str, units: Collection[str]) -> str:
-    """The unit that holds the parameter of this name; empty: the root. `units`: names of modules; a set, for speed."""
+    """Return the unit that holds the parameter with this name; empty for the root. units: names of modules; a set, for speed."""
     module = parameter.rpartition(".")[0]
     while module and module not in units:
         module = module.rpartition(".")[0]
@@ -100,7 +100,7 @@ def innermost_unit(parameter: str, units: Collection[str]) -> str:
 
 
 def by_unit(parameters: Iterable[_P], units: Iterable[str]) -> dict[str, list[_P]]:
-    """Parameters by the name of their unit, of those units that hold any; the root's name is empty."""
+    """Group parameters by the names of their units; the root's name is empty, and units without parameters are left out."""
     names = frozenset(units)
     held: dict[str, list[_P]] = {}
     for each in parameters:
@@ -109,7 +109,7 @@ def by_unit(parameters: Iterable[_P], units: Iterable[str]) -> dict[str, list[_P
 
 
 def element_types(parameters: Iterable[Parameter]) -> dict[str, str]:
-    """The element types that meet, each with the name of the first parameter that has it."""
+    """Return the element types of the parameters, each with the name of the first parameter that has it."""
     found: dict[str, str] = {}
     for each in parameters:
         found.setdefault(each.dtype, each.name)
@@ -122,7 +122,7 @@ def is_one_flat_parameter(fsdp: Fsdp) -> bool:
 
 
 def unit_conflict(parameters: Collection[Parameter], fsdp: Fsdp) -> Conflict | None:
-    """Why these parameters cannot share a unit; None: they can."""
+    """Return why these parameters cannot share a unit; None if they can."""
     if fsdp.version == 2:
         return Conflict.TRAINED_TYPES if len(element_types(each for each in parameters if each.is_trained)) > 1 else None
     kinds = element_types(parameters)
@@ -136,29 +136,30 @@ def unit_conflict(parameters: Collection[Parameter], fsdp: Fsdp) -> Conflict | N
 
 
 def may_separate_adapters(fsdp: Fsdp) -> bool:
-    """Whether units may be so small that adapters and base are apart without PEFT's wrap policy; the model tells if they are."""
+    """Whether units may be so small that adapters and base are separate without PEFT's wrap policy; it depends on the model."""
     if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
         return not set(LEAF_CLASSES).isdisjoint(fsdp.transformer_layer_cls_to_wrap or ())
     return fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP
 
 
 def adapter_conflict(method: MethodType, fsdp: Fsdp, base: str, adapter: str) -> Conflict | None:
-    """Why a layer's unit cannot hold the base in one element type and an adapter in another; None: it can, or it need not."""
+    """Return why a layer's unit cannot hold the base in one element type and an adapter in another; None: no conflict."""
     if may_separate_adapters(fsdp) or (fsdp.peft_wrap_policy and METHODS[method].needs.trains_leaves):
         return None
     return unit_conflict((HeldParameter("base", base, False), HeldParameter("adapter", adapter, True)), fsdp)
 
 
 def reads_sharded_weights(method: MethodType, fsdp: Fsdp) -> bool:
-    """Whether layers read adapter weights while these are one-dimensional shards: original parameters of a unit of their own."""
+    """Whether layers read adapter weights while these are one-dimensional shards: original parameters of their own units."""
     is_cut = fsdp.version == 1 and bool(fsdp.use_orig_params and fsdp.peft_wrap_policy)
     return is_cut and METHODS[method].needs.reads_adapters_outside_units
 
 
 def needs_own_units(method: MethodType, version: int, *, use_orig_params: bool | None, trains_rows: bool) -> bool:
-    """Whether adapters need PEFT's wrap policy. `use_orig_params`: None if the choice is free; `trains_rows`: of an embedding.
+    """Whether adapters need PEFT's wrap policy. use_orig_params: None if the user leaves it open. trains_rows: whether rows of an
+    embedding are trained.
 
-    Adapters are held in float32 next to a base of 16 bits, and trained next to a frozen one: FSDP 1 can flatten neither together.
+    FSDP 1 can flatten neither float32 adapters with a 16-bit base nor, without original parameters, trained with frozen ones.
     Outside LoRA's family most adapters are not leaf modules, so there the policy is never the default.
     """
     if version != 1 or METHODS[method].family is not Family.LORA:
@@ -168,25 +169,25 @@ def needs_own_units(method: MethodType, version: int, *, use_orig_params: bool |
 
 
 def needs_original_parameters(*, own_units: bool | None, trains_rows: bool) -> bool:
-    """Whether FSDP 1 needs `useOrigParams`: if what is trained shares a unit with what is frozen, as rows of an embedding do."""
+    """Whether FSDP 1 needs `useOrigParams`, because trained and frozen parameters share a unit, as rows of an embedding do."""
     return not own_units or trains_rows
 
 
 def holds_adapters_as_the_base(method: MethodType, version: int, *, own_units: bool) -> bool:
-    """Whether adapters have the base's element type: under FSDP 1, unless they are units of their own.
+    """Whether adapters are held in the base's element type, as they are under FSDP 1 unless they have units of their own.
 
-    Not for magnitudes, which 16 bits would not move: such a manifest is refused rather than trained to no effect.
+    This is never so for magnitudes, which would not change in 16 bits: such a manifest is refused instead.
     """
     entry = METHODS[method]
     return version == 1 and entry.family is not Family.FULL and not entry.needs.magnitudes and not own_units
 
 
 def reduces_every_micro_step(fsdp: Fsdp, *, is_sharded: bool, trains_adapter: bool) -> bool:
-    """Whether gradients are summed over ranks after each micro-step. Those that wait for the last one are whole on every rank:
-    little for adapters, a model's size for all else.
+    """Whether gradients are summed over ranks after each micro-step. Gradients that wait for the last micro-step are whole on
+    every rank: small for adapters, otherwise of the model's size.
 
-    FSDP 1 that keeps original parameters holds one gradient for a unit's frozen and trained parameters together; and with
-    offloaded parameters it forgets what earlier micro-steps have reduced (torch's documentation of CPUOffload), so it must wait.
+    With original parameters FSDP 1 holds one gradient for all parameters of a unit, frozen or trained. With offloaded parameters
+    it loses what earlier micro-steps have reduced (torch's documentation of CPUOffload), so it must wait.
     """
     if not is_sharded or fsdp.version == 2:
         return not trains_adapter
@@ -195,37 +196,37 @@ def reduces_every_micro_step(fsdp: Fsdp, *, is_sharded: bool, trains_adapter: bo
 
 @dataclass(frozen=True)
 class Casts:
-    """Who casts to the element type of the computation, by torch's names; None: nobody does."""
+    """The element types, by torch's names, to which FSDP and autocast cast for the computation; None for no cast."""
 
     by_fsdp: str | None
-    """The parameters that a unit gathers; under version 2 inputs and outputs of units, too."""
+    """Type to which FSDP casts the parameters that a unit gathers; under version 2 also the units' inputs and outputs."""
     by_autocast: str | None
-    """The operands of products."""
+    """Type to which autocast casts the operands of products."""
 
 
 def casts(method: MethodType, version: int, world_size: int, computed: str | None) -> Casts:
-    """Who casts to `computed`, the element type of the computation."""
+    """Return which mechanisms cast to `computed`, the element type of the computation."""
     needs = METHODS[method].needs
     if world_size == 1:
         return Casts(None, computed)
     if version == 2:
         return Casts(computed, computed if needs.computes_with_buffers else None)
-    # Version 1 casts a unit's parameters, but leaves what a float32 adapter computes in float32: under PEFT's policy its leaves
-    # are units of their own, and the products of both meet in one layer.
+    # Version 1 casts a unit's parameters, but not the result of a float32 adapter: under PEFT's policy the adapter's leaves are
+    # separate units, and its result meets that of the base in one layer.
     is_left = needs.leaves_casts_to_autocast and computed != "float32"
     return Casts(None if is_left else computed, computed)
 
 
 ORDERED_VALUES_AT_ONCE = 1 << 20
-"""Of each virtual rank's gradient that an ordered reduction exchanges at a time, as float32."""
+"""Number of float32 values of each virtual rank's gradient that an ordered reduction exchanges at a time."""
 
 
 def large_modules(
     parameters: Iterable[tuple[str, int]], minimum: int, cannot_be_unit: Callable[[str, Collection[str]], bool]
 ) -> list[str]:
-    """Units of SIZE_BASED_WRAP, deepest first: a module is one if the parameters that no unit below it holds reach `minimum`.
+    """List the units of SIZE_BASED_WRAP, deepest first: modules whose parameters outside units below reach `minimum`.
 
-    `parameters`: names with their numbers of values; `cannot_be_unit`: takes a module's name and all modules' names.
+    parameters: names with their numbers of values. cannot_be_unit: takes a module's name and all modules' names.
     """
     sizes: dict[str, int] = {}
     for parameter, size in parameters:
@@ -242,7 +243,7 @@ def large_modules(
 
 
 def deepest_first(module: str) -> tuple[int, str]:
-    """Sorts units before those that hold them, as FSDP has to wrap them."""
+    """Return a key that sorts units before the units around them, the order in which FSDP has to wrap them."""
     return -module.count("."), module
 
 

@@ -1,8 +1,8 @@
-"""The status of a job as the API server holds it: read whichever release wrote it last, and kept small enough for etcd.
+"""The status of a job as the API server stores it: readable whichever release wrote it, and small enough for etcd.
 
-An operator is upgraded, or rolled back, while jobs run. What an earlier release left out is read as what it meant there; words
-that a later release invented are left out, or read as the nearest that this one knows, because a job whose status cannot be
-read is a job that nobody looks after.
+An operator is upgraded, or rolled back, while jobs run. A field that an earlier release left out keeps the meaning of that
+release. Words of a later release are left out or read as the nearest known word, because a job whose status cannot be read would
+be abandoned.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _FAILURES = frozenset(map(str, FailureClass))
 _OUTCOMES = frozenset(map(str, AttemptOutcome))
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 MAX_FINDINGS_BYTES = 256 << 10
-"""Of all findings; the attempts, of which only the latest is told at length, take as much again at most."""
+"""Maximum bytes of all findings; attempts take at most as much again, because only the latest keeps all details."""
 MIN_TEXT_LENGTH = 64
 
 
 def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
-    """`status` of a FineTuneJob. Raises pydantic.ValidationError for what no release ever wrote."""
+    """Read `status` of a FineTuneJob. Raises pydantic.ValidationError for content that no release ever wrote."""
     content = dict(content or {})
     if "conditions" in content:
         content["conditions"] = [one for one in content["conditions"] if one.get("type") in _CONDITIONS]
@@ -39,7 +39,7 @@ def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
 
 
 def _known_attempt(attempt: dict[str, Any]) -> dict[str, Any]:
-    """The record of an attempt with the words of this release."""
+    """Return the record of an attempt with only words that this release knows."""
     evidence = [_with_known_failure(one) for one in attempt.get("evidence") or ()]
     outcome = attempt.get("outcome", str(AttemptOutcome.RUNNING))
     return _with_known_failure(attempt) | {
@@ -54,7 +54,7 @@ def _with_known_failure(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implied_fetched(status: FineTuneJobStatus) -> list[Condition]:
-    """The first releases read from claims alone and knew no condition `Fetched`: once the plan was stored, preflight was next."""
+    """Add the condition `Fetched`, which the first releases lacked: they read only from claims, and preflight came right away."""
     prepared = find_condition(status.conditions, ConditionType.PREPARED)
     if prepared is None or find_condition(status.conditions, ConditionType.FETCHED) is not None:
         return []
@@ -71,7 +71,7 @@ def _implied_fetched(status: FineTuneJobStatus) -> list[Condition]:
 
 
 def with_short_findings(status: FineTuneJobStatus) -> FineTuneJobStatus:
-    """The status, with shorter texts in its findings where they are too large together."""
+    """Return the status, with shortened texts in its findings if these are too large together."""
     limit = max((len(text) for finding in status.findings for text in _texts(finding)), default=0)
     findings: Sequence[Finding] = status.findings
     while limit > MIN_TEXT_LENGTH and _bytes(findings) > MAX_FINDINGS_BYTES:

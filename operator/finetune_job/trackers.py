@@ -1,4 +1,4 @@
-"""Names of experiment trackers: those of this product, and what is said of another before its image is known."""
+"""Names of experiment trackers: those of this product, and the warning for other names before the image is known."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ALWAYS = "tensorboard"
 WANDB, MLFLOW = "wandb", "mlflow"
 OWN = (ALWAYS, WANDB, MLFLOW)
 GROUP = "finetune.trackers"
-"""Entry points by which other packages offer trackers."""
+"""Group of entry points by which other packages offer trackers."""
 FIELD = "spec.training.trackers"
 _OTHER_NAMES = {"weights-and-biases": WANDB, "weights_and_biases": WANDB, "weightsandbiases": WANDB, "wb": WANDB}
 
 
 def nearest_tracker(name: str, offered: Collection[str]) -> str | None:
-    """Which of those that are offered is most likely meant."""
+    """Return the offered tracker that is most likely meant; None if no name is similar."""
     found = difflib.get_close_matches(_OTHER_NAMES.get(name.lower(), name.lower()), sorted(offered), n=1, cutoff=0.7)
     return found[0] if found else None
 
 
 def foreign_trackers(names: Sequence[str]) -> Finding | None:
-    """A warning of names that are not ours: only the image shows whether a package offers them."""
+    """Return a warning for names outside this product: only the image shows whether a package offers them."""
     foreign = [name for name in names if name not in OWN]
     if not foreign:
         return None
@@ -37,7 +37,7 @@ def foreign_trackers(names: Sequence[str]) -> Finding | None:
         value=", ".join(foreign),
         message=f"the trackers of this product are {', '.join(OWN)}; another one needs a package in the trainer image with an "
         f"entry point of its name in the group {GROUP}, and without it preflight refuses the job",
-        fix=f"write {FIELD}: [{', '.join(meant)}]" if near else "remove the name, or see to such a package",
+        fix=f"write {FIELD}: [{', '.join(meant)}]" if near else "remove the name, or provide such a package",
         changes={FIELD: meant} if near else None,
         is_proposal=any(name.lower() != found for name, found in near.items()),
     )

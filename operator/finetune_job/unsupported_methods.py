@@ -1,6 +1,6 @@
-"""PEFT's methods that are not supported: why, and which supported method is nearest.
+"""PEFT's methods that are not supported, the reasons, and the nearest supported methods.
 
-A manifest may name them, so that validation answers with the reason, and jobs of earlier releases stay readable.
+A manifest may name them, so that validation can answer with the reason and jobs of earlier releases stay readable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Unsupported:
     """Why a method is not supported, and what to take instead."""
 
     reason: str
-    """What follows "METHOD is not supported:"."""
+    """The reason, worded to follow "METHOD is not supported:"."""
     nearest: MethodType
 
 
@@ -25,29 +25,29 @@ _RARE = "it is rarely used, and is not tested here"
 _SHARED = "its layers share one trained parameter, which two FSDP units cannot both hold: every rank would hold the whole model"
 _PERMUTES = "it draws a permutation of every weight matrix on each rank, which takes long for large models"
 _PROMPT = (
-    "it puts virtual tokens before each sequence, which shift the labels, and which only the first of the documents packed "
-    "into a sequence would see"
+    "it puts virtual tokens before each sequence: they shift the labels, and of the documents packed into a sequence only the "
+    "first would see them"
 )
 _PREFIX = (
-    "it puts virtual tokens before the keys of each sequence, which only the first of the documents packed into it would see"
+    "it puts virtual tokens before the keys of each sequence: of the documents packed into it, only the first would see them"
 )
 _OWN_ATTENTION = (
-    "it replaces the model's attention by code of PEFT's own, which there is for Llama, Mistral and GPT-2 alone, and which no "
-    "weights can stand for: its adapter cannot be merged"
+    "it replaces the model's attention by code of PEFT's own, which exists only for Llama, Mistral and GPT-2 and cannot be "
+    "expressed as weights: its adapter cannot be merged"
 )
 _MOVES_RANKS = (
-    "after every step it moves ranks between layers, with a state of its own that no checkpoint holds; without that its matrices "
-    "stay at their first rank"
+    "after every step it moves ranks between layers, with a state of its own that no checkpoint holds; without these moves its "
+    "matrices keep their initial rank"
 )
 _MEAN_OF_BATCH = (
-    "its layers choose among their matrices by the mean over all tokens of a batch: a document is computed with what is packed "
-    "or padded next to it, and with its own later tokens, which are not there when the model generates"
+    "its layers choose among their matrices by the mean over all tokens of a batch: a document's result depends on what is "
+    "packed or padded with it, and on its own later tokens, which do not exist yet when the model generates"
 )
 _MADE_AGAIN = (
     "its file lacks the matrices that belong to its projections: PEFT makes them again from the base's weights wherever the "
     "adapter is loaded, and with two threads instead of one they come out so different that the weights are off by 9 %"
 )
-_DECOMPOSES = "it decomposes the base's weights again wherever its adapter is loaded, which has other results in other types"
+_DECOMPOSES = "it decomposes the base's weights again wherever its adapter is loaded, and the result depends on the element type"
 
 UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.ADALORA: Unsupported(_MOVES_RANKS, _M.LORA),
@@ -60,13 +60,13 @@ UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.C3A: Unsupported(_RARE, _M.LOKR),
     _M.WAVEFT: Unsupported(_PERMUTES, _M.VERA),
     _M.OSF: Unsupported(
-        "it projects each gradient with the whole matrix, of which a rank has a part: two ranks end elsewhere than one", _M.LORA
+        "it projects gradients with the whole matrix, but a rank holds a part: two ranks give different weights from one", _M.LORA
     ),
     _M.DELORA: Unsupported(_RARE, _M.DORA),
     _M.GRALORA: Unsupported(_RARE, _M.LORA),
     _M.ROAD: Unsupported(_RARE, _M.OFT),
     _M.GLORA: Unsupported(_RARE, _M.LORA),
-    # Its gradients are not those of a document alone, by up to a tenth of their norm.
+    # Measured: packing changes the gradients of a document by up to a tenth of their norm.
     _M.LILY: Unsupported(_MEAN_OF_BATCH, _M.LORA),
     _M.PVERA: Unsupported(_RARE, _M.VERA),
     # Measured with 8 layers of 1024 x 1024 random float32 weights.
@@ -77,10 +77,10 @@ UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.TINYLORA: Unsupported(_SHARED, _M.VERA),
     _M.PSOFT: Unsupported(_DECOMPOSES, _M.OFT),
     _M.PEANUT: Unsupported(_RARE, _M.LORA),
-    _M.SHADOW: Unsupported("it hands other objects than tensors from layer to layer, which losses and FSDP cannot read", _M.LORA),
+    _M.SHADOW: Unsupported("it passes objects other than tensors between layers, which losses and FSDP cannot read", _M.LORA),
     _M.SUPERTUNING: Unsupported(_RARE, _M.LORA),
     _M.DEFT: Unsupported(_RARE, _M.LORA),
-    _M.POLY: Unsupported("it wants the number of a task with each record, which records do not have", _M.LORA),
+    _M.POLY: Unsupported("it needs the number of a task with each record, which records do not have", _M.LORA),
     _M.PROMPT_TUNING: Unsupported(_PROMPT, _M.LORA),
     _M.MULTITASK_PROMPT_TUNING: Unsupported(_PROMPT, _M.LORA),
     _M.P_TUNING: Unsupported(_PROMPT, _M.LORA),
@@ -89,4 +89,4 @@ UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.CARTRIDGE: Unsupported(_PREFIX, _M.LORA),
     _M.ADAPTION_PROMPT: Unsupported(_OWN_ATTENTION, _M.LORA),
 }
-"""Every method that PEFT has and this product does not train."""
+"""Method of PEFT that this product does not train -> the reason and the nearest method."""

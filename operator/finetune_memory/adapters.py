@@ -1,13 +1,14 @@
-"""Base parameters -> parameters while training: what PEFT adds for the kinds of LoRA, what is trained, and 4-bit packing.
+"""The parameters held in training, derived from the base's: what PEFT adds for LoRA variants, what is trained, 4-bit packing.
 
-The rules of names are PEFT's (peft/tuners/tuners_utils.py, lora/layer.py), those of packing bitsandbytes' (functional.py).
-Checked against the real adapters (tests/unit/finetune_memory/test_adapters.py).
+Names follow PEFT's rules (peft/tuners/tuners_utils.py, lora/layer.py), packing those of bitsandbytes (functional.py). Checked
+against the real adapters (tests/unit/finetune_memory/test_adapters.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from finetune_job.api.method import ALL_LINEAR, LoraBias, MethodType
@@ -19,7 +20,7 @@ from finetune_job.plan.method_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
 FIRST_VALUES = "first_values"
-"""Name of the frozen adapter that holds what an adapter started with, where that is a part of the base's weights."""
+"""Name of the frozen adapter with the trained adapter's initial values, if these were taken from the base's weights."""
 STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
     "qwen2_moe": {
@@ -27,9 +28,9 @@ STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
         "down_proj": ("down_proj", 1),
     },
 }  # fmt: skip
-"""Names of the layers that experts and routers once were -> the parameters that PEFT adapts in their place, in models of which
-transformers has stacked the experts since, and how many times the rank these get. Whatever has such a name counts as one of an
-expert: dense blocks next to the experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
+"""Old name of a layer of experts or a router -> the parameter that PEFT adapts instead, and the factor for its rank, in models
+whose experts transformers now stacks. Every layer with such a name counts as an expert's, so dense blocks besides the experts get
+no adapter (peft/utils/transformers_weight_conversion.py)."""
 STACKED_AS: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "mixtral"),
     **dict.fromkeys((
@@ -38,50 +39,53 @@ STACKED_AS: Mapping[str, str] = {
         "qwen3_next", "solar_open",
     ), "qwen2_moe"),
 }  # fmt: skip
-"""By `model_type`: transformers' table of decoders whose experts are stacked alike, as PEFT reads it."""
+"""`model_type` of a decoder -> the table above that applies to its experts (transformers' own list, as PEFT reads it)."""
 BLOCK_SIZE, NESTED_BLOCK_SIZE = 64, 256
-"""Values of a 4-bit weight that share a scale, and scales that share one where they are packed themselves."""
+"""Number of values in a 4-bit weight that share a scale, and of scales that share a scale if the scales are packed as well."""
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
-"""Code books of 4-bit values and of 8-bit scales in float32, and the mean that was taken from the scales."""
+"""Bytes, in float32, of the code books of 4-bit values and 8-bit scales, and of the mean subtracted from the scales."""
 
 
 def trained_parameters(
-    base: Sequence[ParameterShape], method: MethodPlan, held: str, model_type: str
+    base: Sequence[ParameterShape], method: MethodPlan, base_dtype: str, model_type: str
 ) -> tuple[ParameterShape, ...]:
-    """Parameters as the trainer holds them. `held`: element type of the base. Raises UnknownModelError for PEFT's other
-    methods.
+    """List the parameters as the trainer holds them. base_dtype: element type of the base.
+
+    Raises UnknownModelError for methods other than Full, LoRA and its variants.
     """
     if method.type is MethodType.FULL:
-        return tuple(replace(each, dtype=held, is_trained=True) for each in base)
+        return tuple(replace(parameter, dtype=base_dtype, is_trained=True) for parameter in base)
     if method.lora is None:
         raise UnknownModelError(
-            f"spec.method.type: what {method.type.value} adds to a model only PEFT itself can tell; preflight estimates it"
+            f"spec.method.type: only PEFT itself knows what {method.type.value} adds to a model; preflight estimates it"
         )
     lora = _with_stacked_experts(method.lora, base, model_type)
-    adapter_dtype = "float32" if lora.autocast_adapter_dtype and held != "float32" else held
-    every = tuple(_with_adapters(base, lora, held, adapter_dtype))
-    trained = {each.module for each in every if each.is_trained}
-    # Modules and biases of the base that are trained, too, and the frozen weight of a normalisation next to a trained bias.
+    adapter_dtype = "float32" if lora.autocast_adapter_dtype and base_dtype != "float32" else base_dtype
+    every = tuple(_with_adapters(base, lora, base_dtype, adapter_dtype))
+    trained = {parameter.module for parameter in every if parameter.is_trained}
+    # Trained modules and biases of the base also have this type, as does a normalisation's frozen weight if its bias is trained.
     return tuple(
-        replace(each, dtype=adapter_dtype) if each.is_trained or (len(each.shape) == 1 and each.module in trained) else each
-        for each in every
+        replace(parameter, dtype=adapter_dtype)
+        if parameter.is_trained or (len(parameter.shape) == 1 and parameter.module in trained)
+        else parameter
+        for parameter in every
     )
 
 
 def _with_stacked_experts(lora: LoraPlan, base: Sequence[ParameterShape], model_type: str) -> LoraPlan:
-    """The names as PEFT rewrites them before it looks for them."""
+    """Return the settings as PEFT rewrites them before it looks for modules."""
     once = STACKED_EXPERTS.get(STACKED_AS.get(model_type, ""))
     if once is None:
         return lora
     names = lora.target_modules
     if names == (ALL_LINEAR,):
-        linear = {each.module.rpartition(".")[2] for each in base if each.kind in LINEAR}
+        linear = {parameter.module.rpartition(".")[2] for parameter in base if parameter.kind in LINEAR}
         names = (*sorted(linear - set(OUTPUT_HEADS)), *once)
-    found = {name: new for name in names for old, new in once.items() if _ends_with(name, old)}
-    stacked = dict(found.values())
+    stacks = {name: new for name in names for old, new in once.items() if _ends_with(name, old)}
+    stacked = dict(stacks.values())
     return lora.model_copy(
         update={
-            "target_modules": tuple(dict.fromkeys(name for name in names if name not in found)),
+            "target_modules": tuple(dict.fromkeys(name for name in names if name not in stacks)),
             "target_parameters": (*lora.target_parameters, *(name for name in stacked if name not in lora.target_parameters)),
             "rank_pattern": {
                 **lora.rank_pattern,
@@ -91,60 +95,61 @@ def _with_stacked_experts(lora: LoraPlan, base: Sequence[ParameterShape], model_
     )
 
 
-def _with_adapters(base: Sequence[ParameterShape], lora: LoraPlan, held: str, adapter_dtype: str) -> Iterator[ParameterShape]:
+def _with_adapters(
+    base: Sequence[ParameterShape], lora: LoraPlan, base_dtype: str, adapter_dtype: str
+) -> Iterator[ParameterShape]:
     modules: dict[str, list[ParameterShape]] = {}
-    # Files name a layer's bias before its weight, which says what the layer is.
-    for each in sorted(base, key=lambda each: each.name.endswith(".bias")):
-        modules.setdefault(each.module, []).append(each)
+    # The first parameter must be the weight, which shows what the layer is, but files name a layer's bias before it.
+    for parameter in sorted(base, key=lambda parameter: parameter.name.endswith(".bias")):
+        modules.setdefault(parameter.module, []).append(parameter)
     embeddings = [name for name, parameters in modules.items() if parameters[0].kind == "embedding"]
     head = next((name for name in modules if name.rpartition(".")[2] in OUTPUT_HEADS), None)
     if head is None and embeddings and _ends_with_any(OUTPUT_HEADS[0], (*lora.target_modules, *lora.modules_to_save)):
-        # A tied head holds no weight of its own, but an adapter or a trained copy of its own.
+        # A tied head has no weight of its own, but gets an adapter or a trained copy of its own.
         modules[OUTPUT_HEADS[0]] = [replace(modules[embeddings[0]][0], name=f"{OUTPUT_HEADS[0]}.weight", kind="linear")]
     for name, parameters in modules.items():
         path = INSIDE_PEFT + name
         if any(name.endswith(saved) for saved in lora.modules_to_save):
             if name != OUTPUT_HEADS[0] or head is not None:
-                yield from (_held(each, f"{path}.original_module", held) for each in parameters)
-            yield from (_held(each, f"{path}.modules_to_save.default", held, is_trained=True) for each in parameters)
+                yield from (_renamed(parameter, f"{path}.original_module", base_dtype) for parameter in parameters)
+            yield from (
+                _renamed(parameter, f"{path}.modules_to_save.default", base_dtype, is_trained=True) for parameter in parameters
+            )
             continue
-        rows = _token_rows(lora, name, is_embedding=embeddings[:1] == [name])
+        if embeddings[:1] == [name]:
+            rows: Sequence[int] = lora.trainable_token_indices
+        else:
+            end = name.rpartition(".")[2]
+            rows = next((rows for module, rows in lora.separate_token_rows.items() if end == module), ())
         if rows:
-            yield from (_held(each, f"{path}.token_adapter.base_layer", held) for each in parameters)
+            yield from (_renamed(parameter, f"{path}.token_adapter.base_layer", base_dtype) for parameter in parameters)
             tokens = (len(rows), parameters[0].shape[1])
             yield ParameterShape(f"{path}.token_adapter.trainable_tokens_delta.default", tokens, adapter_dtype, is_trained=True)
             continue
-        stacked = [each for each in parameters if _ends_with_any(each.name, lora.target_parameters)]
+        stacked = [parameter for parameter in parameters if _ends_with_any(parameter.name, lora.target_parameters)]
         if stacked:
-            yield from (_held(each, path + ".base_layer" * len(stacked), held) for each in parameters)
+            yield from (_renamed(parameter, path + ".base_layer" * len(stacked), base_dtype) for parameter in parameters)
             yield from _stacked(path, stacked, lora, adapter_dtype)
             continue
-        trains_bias = lora.bias is LoraBias.ALL
-        if _is_target(name, parameters[0], lora, head):
-            adapts_bias = lora.bias is not LoraBias.NONE
-            if name != OUTPUT_HEADS[0] or head is not None:
-                yield from (
-                    _held(each, f"{path}.base_layer", held, is_trained=adapts_bias and each.name.endswith(".bias"))
-                    for each in parameters
-                )
-            for each in _adapter(path, parameters[0], lora, adapter_dtype, _rank(name, lora)):
-                yield each
-                if lora.starts_from_base:
-                    first = each.name.replace(".default.", f".{FIRST_VALUES}.")
-                    yield replace(each, name=first, dtype=held, is_trained=False)
-        else:
-            yield from (_held(each, path, held, is_trained=trains_bias and each.name.endswith(".bias")) for each in parameters)
+        is_target = _is_target(name, parameters[0], lora, head)
+        trains_bias = lora.bias is LoraBias.ALL or (is_target and lora.bias is not LoraBias.NONE)
+        if name != OUTPUT_HEADS[0] or head is not None or not is_target:
+            inner = f"{path}.base_layer" if is_target else path
+            yield from (
+                _renamed(parameter, inner, base_dtype, is_trained=trains_bias and parameter.name.endswith(".bias"))
+                for parameter in parameters
+            )
+        if not is_target:
+            continue
+        for parameter in _adapter(path, parameters[0], lora, adapter_dtype, _rank(name, lora)):
+            yield parameter
+            if lora.starts_from_base:
+                first = parameter.name.replace(".default.", f".{FIRST_VALUES}.")
+                yield replace(parameter, name=first, dtype=base_dtype, is_trained=False)
 
 
-def _token_rows(lora: LoraPlan, name: str, *, is_embedding: bool) -> Sequence[int]:
-    """That are trained of this module."""
-    if is_embedding:
-        return lora.trainable_token_indices
-    return next((rows for module, rows in lora.separate_token_rows.items() if name.rpartition(".")[2] == module), ())
-
-
-def _held(each: ParameterShape, module: str, dtype: str, *, is_trained: bool = False) -> ParameterShape:
-    return replace(each, name=f"{module}.{each.name.rpartition('.')[2]}", dtype=dtype, is_trained=is_trained)
+def _renamed(parameter: ParameterShape, module: str, dtype: str, *, is_trained: bool = False) -> ParameterShape:
+    return replace(parameter, name=f"{module}.{parameter.name.rpartition('.')[2]}", dtype=dtype, is_trained=is_trained)
 
 
 def _adapter(path: str, weight: ParameterShape, lora: LoraPlan, dtype: str, rank: int) -> Iterator[ParameterShape]:
@@ -163,11 +168,11 @@ def _adapter(path: str, weight: ParameterShape, lora: LoraPlan, dtype: str, rank
 
 
 def _stacked(path: str, targets: Sequence[ParameterShape], lora: LoraPlan, dtype: str) -> Iterator[ParameterShape]:
-    """Adapters of weights that are no layer's: each wraps the one before it, so the last is the outermost."""
-    for number, each in enumerate(targets, start=1):
-        experts, outputs, inputs = each.shape if len(each.shape) == 3 else (1, *each.shape)
+    """List the adapters of stacked weights. Each adapter wraps the one before it, so the last is the outermost."""
+    for number, parameter in enumerate(targets, start=1):
+        experts, outputs, inputs = parameter.shape if len(parameter.shape) == 3 else (1, *parameter.shape)
         inner = path + ".base_layer" * (len(targets) - number)
-        rank = _rank(each.name, lora)
+        rank = _rank(parameter.name, lora)
         yield ParameterShape(f"{inner}.lora_A.default.weight", (rank * experts, inputs), dtype, is_trained=True)
         yield ParameterShape(f"{inner}.lora_B.default.weight", (outputs, rank * experts), dtype, is_trained=True)
 
@@ -195,43 +200,43 @@ def _ends_with_any(name: str, endings: Collection[str]) -> bool:
 
 
 def _rank(name: str, lora: LoraPlan) -> int:
-    return next((rank for key, rank in lora.rank_pattern.items() if _matches(key, name)), lora.r)
+    """Return the rank of the first pattern that matches by PEFT's rules, or the default rank.
 
-
-def _matches(key: str, name: str) -> bool:
-    """As PEFT matches it. One that does not compile is refused by preflight, and estimated as if it stood for nothing."""
-    try:
-        return re.match(key_expression(key), name) is not None
-    except (re.error, RecursionError, OverflowError):
-        return False
+    Preflight refuses a pattern that does not compile; here it matches nothing.
+    """
+    for key, rank in lora.rank_pattern.items():
+        with suppress(re.error, RecursionError, OverflowError):
+            if re.match(key_expression(key), name):
+                return rank
+    return lora.r
 
 
 def quantised(
-    parameters: Sequence[ParameterShape], quantization: QuantizationPlan, held: str, kept: Collection[str] = OUTPUT_HEADS
+    parameters: Sequence[ParameterShape], quantization: QuantizationPlan, base_dtype: str, kept: Collection[str] = OUTPUT_HEADS
 ) -> tuple[tuple[ParameterShape, ...], int]:
-    """Parameters with the weights of linear layers packed, and the bytes of their scales, which no rank shares with another.
+    """Pack the weights of linear layers; returns all parameters, and the bytes of the scales, which every rank holds whole.
 
-    `kept`: last names of modules that stay as they are: the output head.
+    kept: last names of modules that are not packed.
     """
-    storage = quantization.quant_storage.value if quantization.quant_storage is not None else held
-    found, constant = [], 0
-    for each in parameters:
-        names = each.module.removesuffix(".base_layer").split(".")
-        if each.kind not in LINEAR or each.is_trained or names[-1] in kept:
-            found.append(each)
+    storage = quantization.quant_storage.value if quantization.quant_storage is not None else base_dtype
+    packed_base, constant = [], 0
+    for parameter in parameters:
+        names = parameter.module.removesuffix(".base_layer").split(".")
+        if parameter.kind not in LINEAR or parameter.is_trained or names[-1] in kept:
+            packed_base.append(parameter)
             continue
         if quantization.bits == 8:
-            found.append(replace(each, dtype="int8"))
-            constant += each.shape[0] * 4
+            packed_base.append(replace(parameter, dtype="int8"))
+            constant += parameter.shape[0] * 4
             continue
-        packed = -(-each.numel // 2)
-        found.append(replace(each, shape=(-(-packed // VALUE_BYTES[storage]), 1), dtype=storage))
-        constant += scale_bytes(each.numel, is_nested=quantization.double_quant)
-    return tuple(found), constant
+        packed = -(-parameter.numel // 2)
+        packed_base.append(replace(parameter, shape=(-(-packed // VALUE_BYTES[storage]), 1), dtype=storage))
+        constant += scale_bytes(parameter.numel, is_nested=quantization.double_quant)
+    return tuple(packed_base), constant
 
 
 def scale_bytes(values: int, *, is_nested: bool) -> int:
-    """Scales of one packed weight of so many values, with its code books."""
+    """Return the bytes of the scales and code books of a packed weight with this number of values."""
     scales = -(-values // BLOCK_SIZE)
     if not is_nested:
         return scales * 4 + CODE_BYTES

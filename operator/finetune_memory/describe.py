@@ -1,6 +1,4 @@
-"""A model on disk -> what the planner needs of it: config.json where the family is known, else the headers of the weight
-files.
-"""
+"""The description of a model on disk, from config.json if its family is known, otherwise from the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -14,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune_job.added_rows import AddedRows, with_added_rows_trained
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.finding import Finding
-from finetune_job.module_names import is_embedding, is_router
+from finetune_job.module_names import OUTPUT_HEADS, TOKEN_EMBEDDINGS, is_embedding, is_router
 from finetune_job.plan.element_types import VALUE_BYTES, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import quantised, trained_parameters
-from finetune_memory.added_rows import with_added_rows, with_trained_rows
 from finetune_memory.families import PARAMETERS_BY_TYPE, base_parameters, layer_class
 from finetune_memory.layers import layer_names
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of, text_config
@@ -30,33 +28,29 @@ from finetune_memory.sharding import unit_names
 CONFIG_FILE = "config.json"
 HEADER_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses larger headers."""
+"""Maximum size of a header; the safetensors library refuses larger ones."""
 MAX_CONFIG_BYTES = 16 << 20
-
-
 GATE, DOWN = ("gate_proj", "w1"), ("down_proj", "w2")
 EXPERT = re.compile(r"\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj|w1|w2|w3)\.weight$")
-"""A weight of one expert, as files hold it whose experts transformers stacks."""
+"""Matches the name of a single expert's weight in the files of models whose experts transformers stacks."""
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """What was read of a model: its settings, and the tensors of its weight files where they are at hand."""
+    """A model as its files describe it: its settings, and the tensors of its weight files if they are at hand."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Element type, as the header names it, and shape, by name."""
+    """Name of a tensor -> its element type, as the header names it, and its shape."""
 
     @property
     def stored(self) -> str:
-        """Element type of most of the bytes of the files, as the trainer takes it; else as config.json says; else float32 as
-        transformers takes it.
-        """
+        """The element type of most bytes in the weight files; if there are none, that in config.json, or float32."""
         sizes: Counter[str] = Counter()
         for dtype, shape in self.tensors.values():
             if dtype in HEADER_DTYPES:
-                held = HEADER_DTYPES[dtype]
-                sizes[held] += math.prod(shape) * VALUE_BYTES[held]
+                element_type = HEADER_DTYPES[dtype]
+                sizes[element_type] += math.prod(shape) * VALUE_BYTES[element_type]
         if sizes:
             return sizes.most_common(1)[0][0]
         named = self.config.get("dtype") or self.config.get("torch_dtype") or text_config(self.config).get("dtype")
@@ -64,7 +58,7 @@ class ModelMetadata:
 
 
 def read_model(path: Path) -> ModelMetadata:
-    """A model's directory, or its config.json alone. Raises UnknownModelError."""
+    """Read a model's directory, or its config.json alone. Raises UnknownModelError."""
     directory = path if path.is_dir() else None
     file = path / CONFIG_FILE if directory is not None else path
     try:
@@ -103,81 +97,94 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
 
 
 def number_of_weights(path: Path) -> int:
-    """Values of a model as it is published. Raises UnknownModelError."""
+    """Count the values of a model's parameters, as published. Raises UnknownModelError."""
     files = read_model(path)
-    return sum(each.numel for each in _base(files, files.stored))
+    return sum(parameter.numel for parameter in _base(files, files.stored))
 
 
 def experts_told(plan: RunPlan, path: Path) -> Finding | None:
-    """Whether QLoRA leaves experts of a model as they are, of which config.json alone says enough. Raises UnknownModelError."""
+    """Return a warning if QLoRA leaves the model's experts unpacked. Raises UnknownModelError."""
     if plan.method.quantization is None:
         return None
     files = read_model(path)
     dtype = resolve_elements(plan, files.stored).load
     base = _base(files, dtype)
-    held, _ = quantised(base, plan.method.quantization, dtype)
-    return experts_not_packed(plan.method, packing(base, held), dtype)
+    packed, _ = quantised(base, plan.method.quantization, dtype)
+    return experts_not_packed(plan.method, packing(base, packed), dtype)
 
 
 def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
-    """The model as the plan trains it. Raises UnknownModelError if only the libraries could tell."""
-    held = resolve_elements(plan, files.stored).load
-    base = _base(files, held)
+    """Describe the model as the plan trains it. Raises UnknownModelError if only the libraries know its structure."""
+    base_dtype = resolve_elements(plan, files.stored).load
+    base = _base(files, base_dtype)
     facts = facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None)
-    num_rows, num_added = facts.vocabulary_size, len(plan.model.added_tokens)
-    base = with_added_rows(base, num_rows, num_added)
-    method = with_trained_rows(plan.method, base, num_rows, num_added)
-    parameters = trained_parameters(base, method, held, str(files.config["model_type"]))
+    method, num_rows, num_added = plan.method, facts.vocabulary_size, len(plan.model.added_tokens)
+    if num_added:
+        # Add one row for each token. Some embeddings have spare rows, but only preflight knows, because it reads the tokenizer.
+        base = tuple(_with_rows(parameter, num_rows, num_added) for parameter in base)
+        ends = [parameter.module.rpartition(".")[2] for parameter in base]
+        embedding = next((end for end in ends if end in TOKEN_EMBEDDINGS), None)
+        head = next((end for end in ends if end in OUTPUT_HEADS), None)
+        if embedding is not None:
+            ids = tuple(range(num_rows, num_rows + num_added))
+            added = AddedRows(ids, embedding, head or OUTPUT_HEADS[0], has_separate_head=head is not None)
+            method = with_added_rows_trained(method, added)
+    parameters = trained_parameters(base, method, base_dtype, str(files.config["model_type"]))
     fsdp = plan.parallelism.fsdp
     layers = layer_names(parameters)
     if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and fsdp.transformer_layer_cls_to_wrap is not None:
         own = layer_class(files.config)
         if fsdp.transformer_layer_cls_to_wrap != (own,):
             raise UnknownModelError(
-                "spec.parallelism.fsdp.transformerLayerClsToWrap: which modules are of the class "
-                f"{', '.join(fsdp.transformer_layer_cls_to_wrap)} only preflight can tell; leave it unset"
-                + (f" or name {own}" if own else "")
+                "spec.parallelism.fsdp.transformerLayerClsToWrap: only preflight knows which modules are of the class "
+                f"{', '.join(fsdp.transformer_layer_cls_to_wrap)}; leave it unset" + (f" or name {own}" if own else "")
             )
     return ModelShape(parameters, unit_names(parameters, fsdp, layers), replace(facts, vocabulary_size=num_rows + num_added))
 
 
-def _base(files: ModelMetadata, held: str) -> tuple[ParameterShape, ...]:
+def _with_rows(parameter: ParameterShape, num_rows: int, num_added: int) -> ParameterShape:
+    is_head = parameter.module.rpartition(".")[2] in OUTPUT_HEADS
+    if parameter.shape[:1] == (num_rows,) and (is_head or parameter.kind == "embedding"):
+        return replace(parameter, shape=(num_rows + num_added, *parameter.shape[1:]))
+    return parameter
+
+
+def _base(files: ModelMetadata, base_dtype: str) -> tuple[ParameterShape, ...]:
     if files.config["model_type"] in PARAMETERS_BY_TYPE or not files.tensors:
-        return base_parameters(files.config, held)
-    shapes = _stacked({name: shape for name, (_, shape) in files.tensors.items() if _is_loaded(name, files.config)})
-    return tuple(ParameterShape(name, shape, held, is_trained=False, kind=_kind(name, shape)) for name, shape in shapes.items())
-
-
-def _is_loaded(name: str, config: Mapping[str, Any]) -> bool:
-    """Not a layer after the last, which published files hold for predicting several tokens at once and transformers leaves
-    out.
-    """
-    layer, count = re.match(r"model\.layers\.(\d+)\.", name), config.get("num_hidden_layers")
-    return layer is None or not isinstance(count, int) or int(layer[1]) < count
+        return base_parameters(files.config, base_dtype)
+    # transformers ignores layers beyond `num_hidden_layers`, which predict several tokens at once.
+    count = files.config.get("num_hidden_layers")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (_, shape) in files.tensors.items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if layer is None or not isinstance(count, int) or int(layer[1]) < count:
+            shapes[name] = shape
+    stacked = _stacked(shapes).items()
+    return tuple(ParameterShape(name, shape, base_dtype, is_trained=False, kind=_kind(name, shape)) for name, shape in stacked)
 
 
 def _stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The weights of single experts as transformers stacks them while it loads: gate and up in one, down in another."""
-    found: dict[str, tuple[int, ...]] = {}
+    """Stack the weights of single experts as transformers does while loading: gate and up in one tensor, down in another."""
+    stacked: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         expert = EXPERT.search(name)
         if expert is None or len(shape) != 2:
-            found[name] = shape
+            stacked[name] = shape
             continue
         is_down = expert["projection"] in DOWN
         stack = f"{name[: expert.start()]}.experts.{'down_proj' if is_down else 'gate_up_proj'}"
-        count, rows, columns = found.get(stack, (0, 0, 0))
+        count, rows, columns = stacked.get(stack, (0, 0, 0))
         if is_down:
-            found[stack] = (count + 1, *shape)
+            stacked[stack] = (count + 1, *shape)
         elif expert["projection"] in GATE:
-            found[stack] = (count + 1, rows or shape[0], columns or shape[1])
+            stacked[stack] = (count + 1, rows or shape[0], columns or shape[1])
         else:
-            found[stack] = (count, 2 * shape[0], shape[1])
-    return found
+            stacked[stack] = (count, 2 * shape[0], shape[1])
+    return stacked
 
 
 def _kind(name: str, shape: tuple[int, ...]) -> Kind:
-    """By the name and the dimensions of a tensor: matrices are weights of linear layers, but for embeddings and routers."""
+    """Guess the kind of a weight by its name and dimensions: matrices are linear layers, except embeddings and routers."""
     module = name.rpartition(".")[0]
     if len(shape) != 2 or not name.endswith(".weight"):
         return "other"

@@ -1,24 +1,27 @@
-"""config.json -> the parameters of a causal language model, by the names, shapes and order of transformers' own classes.
+"""The parameters of a causal language model by its config.json: names, shapes and order are those of transformers' classes.
 
-A family is a few functions over the configuration. What is missing in config.json is the default of transformers' configuration
-class. Checked against the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
+A family is a few functions over the configuration. Settings missing there have the defaults of transformers' configuration
+classes. Checked against the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from finetune_memory.model_shape import Kind, ParameterShape, UnknownModelError, text_config
 
 MOST_LAYERS = 10_000
-"""More than any model has; a number from a file must not decide how long this takes."""
+"""Maximum number of layers, above that of any model: a number from a file must not decide how long the listing takes."""
 Config = Mapping[str, Any]
 Entry = tuple[str, tuple[int, ...], Kind]
 
 
 def base_parameters(config: Config, dtype: str) -> tuple[ParameterShape, ...]:
-    """Frozen parameters of the base model, held as `dtype`. Raises UnknownModelError for a family that is not known."""
+    """List the frozen parameters of the base model, held as `dtype`. Raises UnknownModelError for an unknown family."""
     kind = str(config.get("model_type"))
     family = PARAMETERS_BY_TYPE.get(kind)
     if family is None:
@@ -38,7 +41,7 @@ def base_parameters(config: Config, dtype: str) -> tuple[ParameterShape, ...]:
 
 
 def layer_class(config: Config) -> str | None:
-    """Name of the class of a layer, which `transformerLayerClsToWrap` may name."""
+    """Return the class name of a model's layers, which `transformerLayerClsToWrap` may name; None for an unknown family."""
     return LAYER_CLASSES.get(str(config.get("model_type")))
 
 
@@ -55,7 +58,7 @@ def _norm(name: str, size: int, bias: bool = False) -> Iterator[Entry]:
 
 
 def _heads(c: Config) -> tuple[int, int, int]:
-    """Heads, key-value heads and their size."""
+    """Return the number of heads, the number of key-value heads, and the size of a head."""
     heads = c["num_attention_heads"]
     return heads, c.get("num_key_value_heads") or heads, c.get("head_dim") or c["hidden_size"] // heads
 
@@ -74,7 +77,7 @@ def _experts(name: str, count: int, hidden: int, width: int) -> Iterator[Entry]:
 def _attention(
     name: str, c: Config, *, qkv_bias: bool = False, out_bias: bool = False, out: str = "o_proj", norms: str = ""
 ) -> Iterator[Entry]:
-    """`norms`: "head" for one over each head's values, "all" for one over all heads together."""
+    """List the parameters of attention. norms: "head" normalises each head's values, "all" those of all heads together."""
     hidden, (heads, shared, size) = c["hidden_size"], _heads(c)
     for projection, count in (("q_proj", heads), ("k_proj", shared), ("v_proj", shared)):
         yield from _linear(f"{name}.{projection}", count * size, hidden, qkv_bias)
@@ -85,10 +88,11 @@ def _attention(
 
 
 Layer = Callable[[str, int, Config], Iterator[Entry]]
+Family = Callable[[Config], Iterator[Entry]]
 
 
 def _model(c: Config, layer: Layer, *, tied: bool, norm_bias: bool = False, head_bias: bool = False) -> Iterator[Entry]:
-    """Embedding, layers, final norm and head in Llama's arrangement. `tied`: where config.json does not say."""
+    """List embedding, layers, final norm and head as in Llama. tied: whether the head is tied if config.json does not say."""
     yield "model.embed_tokens.weight", (c["vocab_size"], c["hidden_size"]), "embedding"
     for number in range(c["num_hidden_layers"]):
         yield from layer(f"model.layers.{number}", number, c)
@@ -105,17 +109,17 @@ def _llama(
     mlp_bias: bool | str = False,
     norms: str = "",
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
-    mlp: Callable[[str, int, Config], Iterator[Entry]] | None = None,
-) -> Callable[[Config], Iterator[Entry]]:
-    """The Llama-like families; a bias is there, is not, or is a setting's."""
+    mlp: str = "",
+) -> Family:
+    """Describe a family like Llama. A bias is there or not, or depends on the setting that is named."""
 
     def has(bias: bool | str, c: Config) -> bool:
         return bool(c.get(bias)) if isinstance(bias, str) else bias
 
     def layer(name: str, number: int, c: Config) -> Iterator[Entry]:
         yield from _attention(f"{name}.self_attn", c, qkv_bias=has(qkv_bias, c), out_bias=has(out_bias, c), norms=norms)
-        if mlp is not None:
-            yield from mlp(f"{name}.mlp", number, c)
+        if mlp:
+            yield from _MLPS[mlp](f"{name}.mlp", number, c)
         else:
             yield from _gated(f"{name}.mlp", c["hidden_size"], c["intermediate_size"], has(mlp_bias, c))
         for norm in layer_norms:
@@ -124,41 +128,31 @@ def _llama(
     return lambda c: _model(c, layer, tied=tied)
 
 
-def _router(name: str, count: int, hidden: int) -> Iterator[Entry]:
-    yield f"{name}.weight", (count, hidden), "other"
-
-
 def _mixtral_mlp(name: str, _number: int, c: Config) -> Iterator[Entry]:
     count = c.get("num_local_experts") or c.get("num_experts") or 8
-    yield from _router(f"{name}.gate", count, c["hidden_size"])
+    yield f"{name}.gate.weight", (count, c["hidden_size"]), "other"
     yield from _experts(f"{name}.experts", count, c["hidden_size"], c["intermediate_size"])
 
 
 def _qwen_moe_mlp(name: str, number: int, c: Config, *, default_experts: int, has_shared: bool) -> Iterator[Entry]:
-    hidden = c["hidden_size"]
-    count = c.get("num_experts", c.get("num_local_experts", default_experts))
-    is_sparse = (
-        number not in (c.get("mlp_only_layers") or []) and count > 0 and (number + 1) % c.get("decoder_sparse_step", 1) == 0
-    )
-    if not is_sparse:
+    hidden, count = c["hidden_size"], c.get("num_experts", c.get("num_local_experts", default_experts))
+    is_dense = number in (c.get("mlp_only_layers") or []) or count <= 0 or (number + 1) % c.get("decoder_sparse_step", 1) != 0
+    if is_dense:
         yield from _gated(name, hidden, c["intermediate_size"])
         return
+    router: Entry = (f"{name}.gate.weight", (count, hidden), "other")
+    experts = _experts(f"{name}.experts", count, hidden, c["moe_intermediate_size"])
     if not has_shared:
-        yield from _experts(f"{name}.experts", count, hidden, c["moe_intermediate_size"])
-        yield from _router(f"{name}.gate", count, hidden)
+        yield from (*experts, router)
         return
-    yield from _router(f"{name}.gate", count, hidden)
-    yield from _experts(f"{name}.experts", count, hidden, c["moe_intermediate_size"])
+    yield from (router, *experts)
     yield from _gated(f"{name}.shared_expert", hidden, c["shared_expert_intermediate_size"])
     yield from _linear(f"{name}.shared_expert_gate", 1, hidden)
 
 
-def _qwen2_moe_mlp(name: str, number: int, c: Config) -> Iterator[Entry]:
-    yield from _qwen_moe_mlp(name, number, c, default_experts=60, has_shared=True)
-
-
-def _qwen3_moe_mlp(name: str, number: int, c: Config) -> Iterator[Entry]:
-    yield from _qwen_moe_mlp(name, number, c, default_experts=128, has_shared=False)
+def _joined_mlp(name: str, _number: int, c: Config) -> Iterator[Entry]:
+    yield from _linear(f"{name}.gate_up_proj", 2 * c["intermediate_size"], c["hidden_size"])
+    yield from _linear(f"{name}.down_proj", c["hidden_size"], c["intermediate_size"])
 
 
 def _phi3(c: Config) -> Iterator[Entry]:
@@ -166,22 +160,9 @@ def _phi3(c: Config) -> Iterator[Entry]:
         hidden, (heads, shared, size) = c["hidden_size"], _heads(c)
         yield from _linear(f"{name}.self_attn.o_proj", hidden, heads * size)
         yield from _linear(f"{name}.self_attn.qkv_proj", (heads + 2 * shared) * size, hidden)
-        yield from _linear(f"{name}.mlp.gate_up_proj", 2 * c["intermediate_size"], hidden)
-        yield from _linear(f"{name}.mlp.down_proj", hidden, c["intermediate_size"])
+        yield from _joined_mlp(f"{name}.mlp", _number, c)
         yield from _norm(f"{name}.input_layernorm", hidden)
         yield from _norm(f"{name}.post_attention_layernorm", hidden)
-
-    return _model(c, layer, tied=False)
-
-
-def _glm4(c: Config) -> Iterator[Entry]:
-    def layer(name: str, _number: int, c: Config) -> Iterator[Entry]:
-        hidden = c["hidden_size"]
-        yield from _attention(f"{name}.self_attn", c, qkv_bias=c.get("attention_bias", False))
-        yield from _linear(f"{name}.mlp.gate_up_proj", 2 * c["intermediate_size"], hidden)
-        yield from _linear(f"{name}.mlp.down_proj", hidden, c["intermediate_size"])
-        for norm in ("input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"):
-            yield from _norm(f"{name}.{norm}", hidden)
 
     return _model(c, layer, tied=False)
 
@@ -208,7 +189,7 @@ def _gpt2(c: Config) -> Iterator[Entry]:
     for number in range(c["n_layer"]):
         name = f"transformer.h.{number}"
         yield from _norm(f"{name}.ln_1", hidden, bias=True)
-        # Conv1D: inputs before outputs.
+        # The weight of a Conv1D has the dimension of its inputs first.
         for module, inputs, outputs in (("attn.c_attn", hidden, 3 * hidden), ("attn.c_proj", hidden, hidden)):
             yield f"{name}.{module}.weight", (inputs, outputs), "transposed"
             yield f"{name}.{module}.bias", (outputs,), "other"
@@ -238,7 +219,7 @@ def _gpt_neox(c: Config) -> Iterator[Entry]:
 
 
 def _deepseek(c: Config) -> Iterator[Entry]:
-    """Multi-head latent attention (DeepSeek-AI, 2024, arXiv:2405.04434); the first layers are dense, the others have experts."""
+    """List DeepSeek's parameters: multi-head latent attention (arXiv:2405.04434), dense first layers, others with experts."""
 
     def layer(name: str, number: int, c: Config) -> Iterator[Entry]:
         hidden, heads, rank, bias = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], bool(c.get("attention_bias"))
@@ -259,7 +240,7 @@ def _deepseek(c: Config) -> Iterator[Entry]:
         else:
             width, count = c["moe_intermediate_size"], c.get("n_routed_experts") or c["num_local_experts"]
             yield from _experts(f"{name}.mlp.experts", count, hidden, width)
-            yield from _router(f"{name}.mlp.gate", count, hidden)
+            yield f"{name}.mlp.gate.weight", (count, hidden), "other"
             yield from _gated(f"{name}.mlp.shared_experts", hidden, width * c["n_shared_experts"])
         yield from _norm(f"{name}.input_layernorm", hidden)
         yield from _norm(f"{name}.post_attention_layernorm", hidden)
@@ -267,44 +248,24 @@ def _deepseek(c: Config) -> Iterator[Entry]:
     return _model(c, layer, tied=False)
 
 
-_FOUR_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_LLAMA = _llama(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
-PARAMETERS_BY_TYPE: Mapping[str, Callable[[Config], Iterator[Entry]]] = {
-    "llama": _LLAMA,
-    "mistral": _llama(),
-    "qwen2": _llama(qkv_bias=True),
-    "qwen3": _llama(qkv_bias="attention_bias", out_bias="attention_bias", norms="head"),
-    "gemma": _llama(tied=True, qkv_bias="attention_bias", out_bias="attention_bias"),
-    "gemma2": _llama(tied=True, qkv_bias="attention_bias", out_bias="attention_bias", layer_norms=_FOUR_NORMS),
-    "gemma3_text": _llama(tied=True, qkv_bias="attention_bias", out_bias="attention_bias", norms="head", layer_norms=_FOUR_NORMS),
-    "olmo2": _llama(
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        norms="all",
-        layer_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
-    ),
-    "granite": _llama(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "smollm3": _llama(tied=True, qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mixtral": _llama(mlp=_mixtral_mlp),
-    "olmoe": _llama(norms="all", mlp=_mixtral_mlp),
-    "qwen2_moe": _llama(qkv_bias=True, mlp=_qwen2_moe_mlp),
-    "qwen3_moe": _llama(qkv_bias="attention_bias", out_bias="attention_bias", norms="head", mlp=_qwen3_moe_mlp),
+_MLPS: Mapping[str, Layer] = {
+    "joined": _joined_mlp,
+    "mixtral": _mixtral_mlp,
+    "qwen2_moe": partial(_qwen_moe_mlp, default_experts=60, has_shared=True),
+    "qwen3_moe": partial(_qwen_moe_mlp, default_experts=128, has_shared=False),
+}
+_UNLIKE_LLAMA: Mapping[str, Family] = {
     "phi3": _phi3,
-    "glm4": _glm4,
     "starcoder2": _starcoder2,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }
-"""By `model_type`."""
-LAYER_CLASSES: Mapping[str, str] = {
-    "llama": "LlamaDecoderLayer", "mistral": "MistralDecoderLayer", "qwen2": "Qwen2DecoderLayer", "qwen3": "Qwen3DecoderLayer",
-    "gemma": "GemmaDecoderLayer", "gemma2": "Gemma2DecoderLayer", "gemma3_text": "Gemma3DecoderLayer",
-    "olmo2": "Olmo2DecoderLayer", "granite": "GraniteDecoderLayer", "smollm3": "SmolLM3DecoderLayer",
-    "mixtral": "MixtralDecoderLayer", "olmoe": "OlmoeDecoderLayer", "qwen2_moe": "Qwen2MoeDecoderLayer",
-    "qwen3_moe": "Qwen3MoeDecoderLayer", "phi3": "Phi3DecoderLayer", "glm4": "Glm4DecoderLayer",
-    "starcoder2": "Starcoder2DecoderLayer", "gpt2": "GPT2Block", "gpt_neox": "GPTNeoXLayer",
-    "deepseek_v2": "DeepseekV2DecoderLayer", "deepseek_v3": "DeepseekV3DecoderLayer",
-}  # fmt: skip
-"""By `model_type`; the classes are units by default."""
+_FAMILIES: dict[str, dict[str, Any]] = tomllib.loads(files("finetune_memory").joinpath("families.toml").read_text())
+LAYER_CLASSES: Mapping[str, str] = {kind: settings.pop("class") for kind, settings in _FAMILIES.items()}
+"""`model_type` -> class name of its layers, which are FSDP units by default."""
+PARAMETERS_BY_TYPE: Mapping[str, Family] = {
+    kind: _UNLIKE_LLAMA[kind] if kind in _UNLIKE_LLAMA else _llama(**settings) for kind, settings in _FAMILIES.items()
+}
+"""`model_type` -> the function that lists its parameters."""

@@ -1,11 +1,11 @@
-"""How much memory a rank may take, and sizes in words."""
+"""The memory that a rank may take, and sizes as text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 KEPT_FREE_PERCENT = 10
-"""Of a limit, where memory is taken for speed alone: estimates have been wrong by up to 7 % (docs/explanation/memory.md)."""
+"""Percentage that stays free if memory is used only for speed: estimates err by up to 7 % (docs/explanation/memory.md)."""
 
 
 @dataclass(frozen=True)
@@ -14,19 +14,19 @@ class MemoryLimit:
 
     bytes: int
     is_device: bool
-    """Whether it is a device's memory, beyond which nothing can be allocated."""
+    """Whether the limit is a device's memory, beyond which nothing can be allocated."""
     source: str
-    """Where it was named."""
+    """The setting or device that the limit comes from, in words."""
     devices: int | None = None
-    """How many there are, on the one machine where the job runs; None: nobody has said."""
+    """Number of devices of the one machine where the job runs; None if unknown."""
 
     def leaves_room_above(self, needed: int) -> bool:
-        """Whether so many bytes leave free what is kept free."""
+        """Whether `needed` bytes leave enough of the limit free."""
         return 100 * needed <= (100 - KEPT_FREE_PERCENT) * self.bytes
 
 
 def format_bytes(count: int) -> str:
-    """A number of bytes for people: 12.3 GiB."""
+    """Format a number of bytes for people, such as 12.3 GiB."""
     size = float(count)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

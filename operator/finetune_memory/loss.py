@@ -1,6 +1,6 @@
-"""Logits and loss: a part of the rows at a time where the model lets the head be scored that way, else whole.
+"""The memory of logits and loss, computed for a part of the rows at a time if the model allows it, otherwise for all at once.
 
-The sizes of a part are those that the trainer computes with (objective/cross_entropy.py).
+The trainer uses the same sizes of parts (objective/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -11,33 +11,30 @@ from finetune_memory.activations import TrainingPass
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
 VALUES_PER_PART = {"cpu": 1 << 22, "cuda": 1 << 27}
-"""Logits held at a time, by type of device: 16 MB in float32 on CPU, where they should stay near its caches, and 0.5 GB on GPU,
-which needs large products. Twice that with their gradient."""
+"""Number of logits held at a time, by type of device. In float32 they take 16 MB on a CPU, to stay near its caches, and 0.5 GB on
+a GPU, which needs large products; with their gradient, twice that."""
 MIN_ROWS_PER_PART = 64
-"""Products of fewer rows take other paths in the libraries, and give other bits."""
+"""Least number of rows: for fewer the libraries take other code paths, whose results differ in some bits."""
 ROWS_RECOMPUTED = MIN_ROWS_PER_PART * 16
-"""Rows at a time where logits are computed again in the backward pass."""
+"""Number of rows computed at a time if logits are recomputed in the backward pass."""
 
 
 def rows_per_part(vocabulary: int, device_type: str) -> int:
-    """How many rows' logits are computed at a time."""
+    """Return the number of rows whose logits are computed at a time."""
     return max(VALUES_PER_PART[device_type] // vocabulary, MIN_ROWS_PER_PART)
 
 
 def head_of(shape: ModelShape) -> ParameterShape | None:
-    """The weight of the output head, which may be the embedding's; None where neither is known by its name and size."""
+    """Find the weight of the output head, which may be the embedding's; None if neither is recognised by its name and size."""
     vocabulary = shape.facts.vocabulary_size
-    heads = [
-        each
-        for each in shape.parameters
-        if each.shape[:1] == (vocabulary,) and any(f".{name}." in f".{each.name}" for name in OUTPUT_HEADS)
-    ]
-    found = heads or [each for each in shape.parameters if each.kind == "embedding" and each.shape[0] >= vocabulary]
-    return next((each for each in found if each.is_trained), found[0] if found else None)
+    weights = [weight for weight in shape.parameters if weight.shape[:1] == (vocabulary,)]
+    heads = [weight for weight in weights if any(f".{name}." in f".{weight.name}" for name in OUTPUT_HEADS)]
+    candidates = heads or [weight for weight in shape.parameters if weight.kind == "embedding" and weight.shape[0] >= vocabulary]
+    return next((weight for weight in candidates if weight.is_trained), candidates[0] if candidates else None)
 
 
 def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
-    """What is kept from the head's forward pass to its backward pass, and the most that its computation takes in addition."""
+    """Count the bytes kept from the head's forward to its backward pass, and the most that its computation takes in addition."""
     facts, elements, tokens = shape.facts, during.elements, during.work.tokens
     hidden, vocabulary, size = facts.hidden_size, facts.vocabulary_size, elements.product
     head = head_of(shape)
@@ -50,7 +47,7 @@ def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
     kept = norm + tokens * hidden * elements.stream
     rows = 2 * tokens * hidden * size
     values = min(rows_per_part(vocabulary, "cuda" if during.work.on_gpu else "cpu"), tokens) * vocabulary
-    # Logits; log of the softmax and the gradients of it and of what it was taken of, in float32.
+    # The logits; in float32 also their log softmax, its gradient, and the gradient of its input.
     part = values * (size + 4 + 4 + 4)
     whole = 0
     if head is not None and size != VALUE_BYTES[head.dtype] and not elements.casts_parameters:

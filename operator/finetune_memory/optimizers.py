@@ -1,4 +1,4 @@
-"""Which state each optimizer keeps for a parameter, by torch's own names."""
+"""The state that each optimizer keeps for a parameter, by torch's own names."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ class StateForm:
     """The state of one parameter."""
 
     tensors: tuple[str, ...]
-    """Kinds with one value per element; all start at zero."""
+    """Names of the tensors with one value per element; all start at zero."""
     is_counted: bool
-    """Whether there is a `step`, too, one number per parameter."""
+    """Whether the state also has `step`, one number per parameter."""
 
 
 _MOMENTS = StateForm(("exp_avg", "exp_avg_sq"), is_counted=True)
 FORMS: dict[OptimizerName, StateForm] = {
     OptimizerName.ADAMW: _MOMENTS,
     OptimizerName.RADAM: _MOMENTS,
-    # A zero buffer gives the same first step as none: momentum times zero plus the gradient.
+    # torch begins without a buffer, but one of zeros gives the same first step: momentum times zero plus the gradient.
     OptimizerName.SGD: StateForm(("momentum_buffer",), is_counted=False),
 }
 
 
 def state_form(training: TrainingPlan) -> StateForm:
-    """What the plan's optimizer keeps."""
+    """Return the form of the state that the plan's optimizer keeps."""
     if training.optimizer is OptimizerName.SGD and not training.momentum:
         return StateForm((), is_counted=False)
     return FORMS[training.optimizer]
 
 
 def state_bytes(training: TrainingPlan, own_bytes: int, tensors: int) -> int:
-    """State of the parameters of one rank: `own_bytes` of them in `tensors` parameters, in their own element type."""
+    """Count the bytes of one rank's state. own_bytes, tensors: size and number of its parameters, whose type the state has."""
     form = state_form(training)
     return len(form.tensors) * own_bytes + (tensors * STEP_BYTES if form.is_counted else 0)

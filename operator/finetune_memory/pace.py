@@ -1,7 +1,7 @@
-"""Seconds of an optimizer step: published peaks of the device, times the share of them that training was measured to reach.
+"""The seconds of an optimizer step, from the device's published peak rates and the shares of these that training reaches.
 
-Matrix products and attention take their operations, everything else takes the bytes that it reads and writes. Kernels come one
-after the other, so their times add up; collectives send while they compute, so the longer of the two decides.
+Matrix products and attention take time for their operations, everything else for the bytes that it reads and writes. Kernels run
+one after the other, so their times add up; collectives run at the same time, so the longer of the two decides.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finetune_job.api.inputs import Attention
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.element_types import VALUE_BYTES, Elements, resolve_elements
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.devices import ASSUMED, NETWORK_BYTES_PER_SECOND, Calibration, Device, device_of
+from finetune_memory.devices import ASSUMED, NETWORK_BYTES_PER_SECOND, Calibration, Device, device_of, has_bfloat16
 from finetune_memory.layers import Layer, Linear, read_layers
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.loss import head_of
@@ -24,22 +24,22 @@ from finetune_memory.verdict import workload
 HOW_TO_NAME = "give --gpu a name such as H100, or set gpu.product in the profile"
 
 FROZEN_PRODUCTS, TRAINED_PRODUCTS = 2, 3
-"""Forward and gradient of the input; and gradient of the weight."""
+"""Products with each weight: forward pass and gradient of the input; if the weight is trained, also its own gradient."""
 FORWARD_OF_ATTENTION, BACKWARD_OF_ATTENTION = 2, 5
-"""Products of all pairs of tokens; fused attention computes the scores again in its backward pass."""
+"""Number of products over all pairs of tokens; fused attention recomputes the scores in its backward pass."""
 SCORE_BYTES = 40
-"""Read and written for each score by eager attention, forward and backward."""
+"""Bytes that eager attention reads and writes for each score, forward and backward."""
 ELEMENTWISE_BYTES, COMPILED_BYTES = 36, 10
-"""Read and written by norms, rotation, activations and sums for each value that a layer's linear layers put out."""
+"""Bytes that norms, rotation, activations and sums read and write for each value that a layer's linear layers put out."""
 LOGIT_BYTES = 34
-"""Read and written for each logit: the product's result, its float32 copy, softmax, and both gradients."""
+"""Bytes read and written for each logit: the product's result, its float32 copy, softmax, and both gradients."""
 ADAMW_BYTES = 28
-"""Read and written for each trained value: weight, gradient and two moments, in float32."""
+"""Bytes read and written for each trained value: weight, gradient and two moments, in float32."""
 
 
 @dataclass(frozen=True)
 class TimeTerm:
-    """One line of the table."""
+    """One line in the table of times."""
 
     name: str
     seconds: float
@@ -48,16 +48,16 @@ class TimeTerm:
 
 @dataclass(frozen=True)
 class StepTime:
-    """An optimizer step of one rank, which all ranks do at the same time."""
+    """The time of one rank's optimizer step; all ranks compute at the same time."""
 
     device: Device
     calibration: Calibration
     terms: tuple[TimeTerm, ...]
-    """Time in kernels."""
+    """Time spent in kernels."""
     link_seconds: float
-    """Time of collectives."""
+    """Time spent in collectives."""
     tokens: int
-    """Tokens of all ranks."""
+    """Number of tokens in a step of all ranks."""
     ranks: int
 
     @property
@@ -70,12 +70,12 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What decides, in words."""
+        """Name of what limits the speed."""
         return "the device's kernels" if self.kernel_seconds >= self.link_seconds else "the links between devices"
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all ranks in a second."""
+        """Tokens per second of all ranks."""
         return self.tokens / self.step_seconds
 
     @property
@@ -90,7 +90,7 @@ class UnknownPaceError(Exception):
 def calculated_pace(
     plan: RunPlan, shape: ModelShape, stored: str, product: str | None, calibration: Calibration = ASSUMED
 ) -> StepTime:
-    """Calculate the step of a plan without open choices, with full rows. Raises UnknownPaceError.
+    """Calculate the time of a step with full rows, for a plan without open choices. Raises UnknownPaceError.
 
     stored: element type of the base model's files. product: name of the device, if it is known.
     """
@@ -102,6 +102,8 @@ def calculated_pace(
     elements = resolve_elements(plan, stored)
     if elements.computed == "float32":
         raise UnknownPaceError("the job computes in float32, and the peaks of devices are those of 16 bits")
+    if elements.computed == "bfloat16" and not has_bfloat16(product):
+        raise UnknownPaceError(f"{product} has no matrix units for bfloat16, and the peaks of its other units are not known")
     if plan.parallelism.fsdp.offload_params:
         raise UnknownPaceError("fsdp.offloadParams moves weights over a bus whose speed is not known")
     pacer = _Pacer(plan, shape, elements, device, calibration)
@@ -111,7 +113,7 @@ def calculated_pace(
 
 
 def run_steps(plan: RunPlan, tokens: int | None) -> int | None:
-    """Optimizer steps of the whole run; None if passes are asked for, and the data's tokens are not known."""
+    """Count the optimizer steps of the run; None if it is bounded by epochs and the number of the data's tokens is unknown."""
     training = plan.training
     if training.max_steps is not None:
         return training.max_steps
@@ -130,6 +132,7 @@ class _Pacer:
         recomputed = plan.training.activation_checkpointing
         self.is_recomputed = recomputed is not ActivationCheckpointing.NONE
         self.products_again = int(recomputed is ActivationCheckpointing.FULL)
+        self.memory = device.memory * calibration.memory
 
     def pace(self) -> StepTime:
         plan, facts, work = self.plan, self.shape.facts, self.work
@@ -137,19 +140,26 @@ class _Pacer:
         attention = plan.model.attention
         if attention is Attention.SDPA and not facts.has_fused_attention:
             attention = Attention.EAGER
-        memory = self.device.memory * self.calibration.memory
+        memory, adapters = self.memory, sum(map(self._adapter_bytes, self.linears))
+        outputs: float = sum(linear.outputs for linear in self.linears)
+        for stack in (stack for layer in self.layers for stack in layer.experts):
+            outputs += facts.experts_per_token * stack.numel / (stack.shape[0] * facts.hidden_size)
+        per_output = COMPILED_BYTES if plan.training.compile else ELEMENTWISE_BYTES
+        elementwise = work.tokens * outputs * per_output * (4 / 3 if self.is_recomputed else 1)
+        # Packed values are read, and written unpacked, before each product.
+        packing = plan.method.quantization
+        values = sum(linear.inputs * linear.outputs for linear in self.linears if not linear.is_trained)
+        per_value = 0.0 if packing is None else packing.bits / 8 + self.elements.product
+        unpacked = self._times(is_trained=False) * values * per_value
+        by_peft, fused = "by PEFT's layers", "fused with the base's products"
         logits_bytes = work.tokens * facts.vocabulary_size * LOGIT_BYTES * (2 if facts.has_whole_logits else 1)
         pairs = "all pairs of tokens, and a mask" if work.has_mask else "half of all pairs of tokens"
         terms = (
             TimeTerm("matrix products", passes * self._products(), f"{work.rows} x {work.length:,} tokens a micro-batch"),
             TimeTerm("attention", passes * self._attention(attention), f"{attention.value}: {pairs}, each row one document"),
-            TimeTerm(
-                "adapters",
-                passes * sum(map(self._adapter_bytes, self.linears)) / memory,
-                "fused with the base's products" if plan.method.is_fused else "by PEFT's layers",
-            ),
-            TimeTerm("unpacking", passes * self._unpacked_bytes() / memory, "4-bit weights, before each product"),
-            TimeTerm("elementwise", passes * self._elementwise_bytes() / memory, "norms, rotation, activation, sums"),
+            TimeTerm("adapters", passes * adapters / memory, fused if plan.method.is_fused else by_peft),
+            TimeTerm("unpacking", passes * unpacked / memory, "4-bit weights, before each product"),
+            TimeTerm("elementwise", passes * elementwise / memory, "norms, rotation, activation, sums"),
             TimeTerm("logits and loss", passes * logits_bytes / memory, f"vocabulary of {facts.vocabulary_size:,}"),
             TimeTerm("optimizer", self.shape.num_trained / ranks * ADAMW_BYTES / memory, "weights, gradients and moments"),
         )
@@ -166,8 +176,8 @@ class _Pacer:
         return (TRAINED_PRODUCTS if is_trained else FROZEN_PRODUCTS) + self.products_again
 
     def _products(self) -> float:
-        """Seconds of the products of all layers' own weights, and of the output head."""
-        values = sum(each.inputs * each.outputs * self._times(is_trained=each.is_trained) for each in self.linears)
+        """Return the seconds of the products with all layers' own weights and with the output head."""
+        values = sum(linear.inputs * linear.outputs * self._times(is_trained=linear.is_trained) for linear in self.linears)
         for layer in self.layers:
             for stack in layer.experts:
                 times = self._times(is_trained=stack.is_trained or layer.expert_factors > 0)
@@ -179,42 +189,27 @@ class _Pacer:
         return 2 * self.work.tokens * values / (self.device.flops * self.calibration.flops)
 
     def _attention(self, kind: Attention) -> float:
-        """Seconds of all layers. With a mask all pairs of a row's tokens are computed, without it half of them."""
+        """Return attention's seconds in all layers. With a mask, it scores all pairs of a row's tokens; without, half of them."""
         facts, work = self.shape.facts, self.work
         products = FORWARD_OF_ATTENTION * (1 + self.products_again) + BACKWARD_OF_ATTENTION
         pairs = len(self.layers) * work.rows * work.length**2 * (1.0 if work.has_mask else 0.5)
         width = facts.num_heads * (facts.head_size + facts.value_head_size) / 2
         seconds = 2 * products * pairs * width / (self.device.flops * self.calibration.attention)
         scores = pairs * facts.num_heads if kind is Attention.EAGER else 0
-        return seconds + scores * SCORE_BYTES / (self.device.memory * self.calibration.memory)
+        return seconds + scores * SCORE_BYTES / self.memory
 
     def _adapter_bytes(self, linear: Linear) -> float:
-        """Bytes of LoRA's two small products, whose operations take no time next to them.
+        """Return the bytes that LoRA's two small products read and write; their operations take almost no time in comparison.
 
-        Forward reads the input and adds to the result; backward reads the gradient twice, the input once, and adds its own.
-        PEFT's own layers scale and add by kernels of their own.
+        The forward pass reads the input and adds to the result; the backward pass reads the gradient twice and the input once,
+        and adds to the input's gradient. PEFT's own layers use further kernels to scale and add.
         """
         of_outputs = 4 if self.plan.method.is_fused else 11
         moved = 6 * linear.inputs + of_outputs * linear.outputs
         return self.work.tokens * moved * self.elements.product if linear.rank else 0.0
 
-    def _unpacked_bytes(self) -> float:
-        """Bytes of packed values that are read, and written unpacked, before each product."""
-        packing = self.plan.method.quantization
-        values = sum(each.inputs * each.outputs for each in self.linears if not each.is_trained)
-        per_value = 0.0 if packing is None else packing.bits / 8 + self.elements.product
-        return self._times(is_trained=False) * values * per_value
-
-    def _elementwise_bytes(self) -> float:
-        facts = self.shape.facts
-        values: float = sum(linear.outputs for linear in self.linears)
-        for stack in (stack for layer in self.layers for stack in layer.experts):
-            values += facts.experts_per_token * stack.numel / (stack.shape[0] * facts.hidden_size)
-        per_value = COMPILED_BYTES if self.plan.training.compile else ELEMENTWISE_BYTES
-        return self.work.tokens * values * per_value * (4 / 3 if self.is_recomputed else 1)
-
     def _link_seconds(self, passes: int) -> float:
-        """Seconds of the all-gathers of each pass, and of the reduction of gradients."""
+        """Return the seconds of all all-gathers and of the reduction of gradients."""
         plan, ranks, packing = self.plan, self.plan.parallelism.world_size, self.plan.method.quantization
         cast = self.elements.param if self.elements.casts_parameters else None
         gathered = 0.0

@@ -1,6 +1,6 @@
-"""How much of a base QLoRA packs, and that the experts of a mixture are not among it.
+"""The share of a base that QLoRA packs, and the finding that it does not pack the experts of a mixture.
 
-They are stacked parameters, and bitsandbytes packs linear layers (docs/explanation/decisions/0018-experts-are-not-packed.md).
+Experts are stacked parameters; bitsandbytes packs linear layers (docs/explanation/decisions/0018-experts-are-not-packed.md).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _STACKED_DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class Packing:
-    """Numbers of frozen values."""
+    """The number of a base's frozen values: all, packed, and those of experts."""
 
     total: int
     packed: int
     experts: Mapping[str, int]
-    """By name of the stacked parameters."""
+    """Name of each stacked parameter -> number of its values."""
 
     @property
     def packed_share(self) -> float:
@@ -36,27 +36,31 @@ class Packing:
         return sum(self.experts.values()) / max(self.total, 1)
 
 
-def packing(base: Sequence[ParameterShape], held: Sequence[ParameterShape]) -> Packing:
-    """base: parameters before they are packed; held: the same ones afterwards."""
-    frozen = [pair for pair in zip(base, held, strict=True) if not pair[0].is_trained]
+def packing(base: Sequence[ParameterShape], packed_base: Sequence[ParameterShape]) -> Packing:
+    """Count the values that are packed. base: parameters before they are packed. packed_base: the same parameters afterwards."""
+    frozen = [pair for pair in zip(base, packed_base, strict=True) if not pair[0].is_trained]
     return Packing(
-        total=sum(each.numel for each, _ in frozen),
-        packed=sum(each.numel for each, after in frozen if after is not each),
-        experts={each.name: each.numel for each, _ in frozen if len(each.shape) == _STACKED_DIMENSIONS and "expert" in each.name},
+        total=sum(before.numel for before, _ in frozen),
+        packed=sum(before.numel for before, after in frozen if after is not before),
+        experts={
+            before.name: before.numel
+            for before, _ in frozen
+            if len(before.shape) == _STACKED_DIMENSIONS and "expert" in before.name
+        },
     )
 
 
-def experts_not_packed(method: MethodPlan, found: Packing, dtype: str) -> Finding | None:
-    """dtype: in which the experts stay."""
-    if method.quantization is None or not found.experts:
+def experts_not_packed(method: MethodPlan, counts: Packing, dtype: str) -> Finding | None:
+    """Return the finding if experts stay unpacked. dtype: their element type."""
+    if method.quantization is None or not counts.experts:
         return None
-    bits, first = method.quantization.bits, next(iter(found.experts))
+    bits, first = method.quantization.bits, next(iter(counts.experts))
     return make_finding(
         "experts-not-packed",
         field="spec.method.type",
         value=method.type.value,
-        message=f"only {found.packed_share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are "
-        f"{len(found.experts)} stacked parameters, first {first}; their {found.expert_share:.1%} stay in {dtype}",
+        message=f"only {counts.packed_share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are "
+        f"{len(counts.experts)} stacked parameters, first {first}; their {counts.expert_share:.1%} stay in {dtype}",
         fix="count on 16 bits for the experts, as the memory estimate does; "
         f"set spec.method.type: {_UNPACKED[method.type]} if so little is packed",
     )

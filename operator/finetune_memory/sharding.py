@@ -1,26 +1,19 @@
 """How FSDP cuts a model: units, what a rank keeps of each parameter, and what it holds in addition during a step.
 
 Version 2 cuts every parameter along its first dimension and pads each shard to the largest
-(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Version 1 lays the parameters of a unit into one flat one and cuts that;
-if original parameters are kept, each begins at a multiple of 16 bytes (torch/distributed/fsdp/_flat_param.py).
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py). Version 1 joins the parameters of a unit into one flat parameter and cuts
+that; if original parameters are kept, each begins at a multiple of 16 bytes (torch/distributed/fsdp/_flat_param.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.plan.element_types import VALUE_BYTES, Elements
 from finetune_job.plan.run_plan import FsdpPlan
-from finetune_job.sharding import (
-    DEFAULT_MIN_NUM_PARAMS,
-    INTEGERS,
-    by_unit,
-    deepest_first,
-    is_one_flat_parameter,
-    large_modules,
-)
+from finetune_job.sharding import DEFAULT_MIN_NUM_PARAMS, INTEGERS, by_unit, deepest_first, is_one_flat_parameter, large_modules
 from finetune_memory.model_shape import ModelShape, ParameterShape
 
 ALIGNMENT_BYTES = 16
@@ -31,23 +24,23 @@ class Unit:
     """Parameters that are gathered together."""
 
     name: str
-    """Empty: the root."""
+    """Name of the unit's module; empty for the root."""
     parameters: tuple[ParameterShape, ...]
 
     @property
     def is_trained(self) -> bool:
-        """Whether some of it is."""
-        return any(each.is_trained for each in self.parameters)
+        """Whether any parameter of the unit is trained."""
+        return any(parameter.is_trained for parameter in self.parameters)
 
     def frozen(self) -> Unit:
-        """Without what is trained."""
-        return Unit(self.name, tuple(each for each in self.parameters if not each.is_trained))
+        """Return the unit without its trained parameters."""
+        return Unit(self.name, tuple(parameter for parameter in self.parameters if not parameter.is_trained))
 
     def gathered_bytes(self, param_dtype: str | None) -> int:
-        """All of it, in the element type of the computation; packed values are never cast."""
+        """Count the bytes of the whole unit in the element type of the computation; packed values are never cast."""
         return sum(
-            each.numel * VALUE_BYTES[each.dtype if param_dtype is None or each.dtype in INTEGERS else param_dtype]
-            for each in self.parameters
+            parameter.numel * VALUE_BYTES[parameter.dtype if param_dtype is None or parameter.dtype in INTEGERS else param_dtype]
+            for parameter in self.parameters
         )
 
 
@@ -58,38 +51,37 @@ class Shards:
     frozen: int
     trained: int
     trained_elements: int
-    """Values that this rank's optimizer knows, padding left out."""
+    """Bytes of the values that this rank's optimizer updates, without padding."""
     gradients: int
-    """Reduced gradients of trained parameters."""
+    """Bytes of reduced gradients of trained parameters."""
     trained_tensors: int
-    """Parameters that this rank's optimizer knows."""
+    """Number of parameters that this rank's optimizer updates."""
 
 
 def units_of(shape: ModelShape) -> tuple[Unit, ...]:
-    """Each parameter in the innermost unit that holds it; the root comes last."""
-    held = by_unit(shape.parameters, shape.units)
-    return tuple(Unit(name, tuple(held[name])) for name in (*shape.units, "") if name in held)
+    """Put each parameter into the innermost unit that holds it; the root comes last."""
+    parameters_of = by_unit(shape.parameters, shape.units)
+    return tuple(Unit(name, tuple(parameters_of[name])) for name in (*shape.units, "") if name in parameters_of)
 
 
 def unit_names(parameters: Sequence[ParameterShape], fsdp: FsdpPlan, layers: Sequence[str]) -> tuple[str, ...]:
-    """Units by the plan's policy, children before parents. `layers`: names of the model's layers, units by default."""
+    """Name the units by the plan's policy, children before parents. layers: the model's layers, which are units by default."""
     if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
         chosen: list[str] = []
     elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        sizes = ((each.name, each.numel) for each in parameters)
-        chosen = large_modules(sizes, fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS, _is_list)
+        sizes = ((parameter.name, parameter.numel) for parameter in parameters)
+        least = fsdp.min_num_params or DEFAULT_MIN_NUM_PARAMS
+        # A list of layers has no forward pass of its own, so it cannot be a unit.
+        chosen = large_modules(sizes, least, lambda name, modules: f"{name}.0" in modules)
     else:
         chosen = list(layers)
     if fsdp.peft_wrap_policy:
-        # PEFT's rule: leaf modules whose weight is trained.
-        leaves = dict.fromkeys(each.module for each in parameters if each.is_trained and each.name.endswith(".weight"))
+        # PEFT's rule: each leaf module whose weight is trained is a unit.
+        leaves = dict.fromkeys(
+            parameter.module for parameter in parameters if parameter.is_trained and parameter.name.endswith(".weight")
+        )
         chosen += [name for name in leaves if name not in chosen]
     return tuple(sorted(chosen, key=deepest_first))
-
-
-def _is_list(name: str, modules: Collection[str]) -> bool:
-    """Whether a module is a list of layers, which has no forward pass of its own."""
-    return f"{name}.0" in modules
 
 
 def shards(
@@ -101,49 +93,37 @@ def shards(
     *,
     is_replicated: bool = False,
 ) -> Shards:
-    """What `rank` keeps of these units. No other keeps more than the first. is_replicated: each keeps all that is trained."""
+    """Count what `rank` keeps of these units; rank 0 keeps the most. is_replicated: each rank keeps all trained ones."""
     if world_size > 1 and is_replicated:
         whole = shards(units, fsdp, 1)
         return replace(whole, frozen=shards(units, fsdp, world_size, rank, param_dtype).frozen)
-    if world_size == 1:
-        every = [each for unit in units for each in unit.parameters]
-        trained = [each for each in every if each.is_trained]
-        size = sum(each.num_bytes for each in trained)
-        return Shards(
-            frozen=sum(each.num_bytes for each in every) - size,
-            trained=size,
-            trained_elements=sum(each.num_bytes for each in trained),
-            gradients=size,
-            trained_tensors=len(trained),
-        )
-    parts = [
-        _flat(unit, fsdp, world_size, rank, param_dtype) if fsdp.version == 1 else _rows(unit, world_size, rank) for unit in units
-    ]
-    return Shards(
-        frozen=sum(part.frozen for part in parts),
-        trained=sum(part.trained for part in parts),
-        trained_elements=sum(part.trained_elements for part in parts),
-        gradients=sum(part.gradients for part in parts),
-        trained_tensors=sum(part.trained_tensors for part in parts),
-    )
+    is_flat = world_size > 1 and fsdp.version == 1
+    parts = [_flat(unit, fsdp, world_size, rank, param_dtype) if is_flat else _rows(unit, world_size, rank) for unit in units]
+    return Shards(*map(sum, zip(*map(astuple, parts), strict=True))) if parts else Shards(0, 0, 0, 0, 0)
 
 
 def _rows(unit: Unit, world_size: int, rank: int) -> Shards:
     frozen = trained = own = 0
-    for each in unit.parameters:
-        rows, row_bytes = each.shape[0], each.num_bytes // max(each.shape[0], 1)
-        padded = -(-rows // world_size)
-        if each.is_trained:
+    for parameter in unit.parameters:
+        rows = parameter.shape[0] if parameter.shape else 1
+        row_bytes, padded = parameter.num_bytes // max(rows, 1), -(-rows // world_size)
+        if parameter.is_trained:
             trained += padded * row_bytes
             own += max(min(rows - rank * padded, padded), 0) * row_bytes
         else:
             frozen += padded * row_bytes
-    return Shards(frozen, trained, own, trained, sum(each.is_trained for each in unit.parameters))
+    return Shards(frozen, trained, own, trained, sum(parameter.is_trained for parameter in unit.parameters))
 
 
 def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: str | None) -> Shards:
     width = VALUE_BYTES[unit.parameters[0].dtype]
-    total, places = _flat_layout(unit, fsdp, world_size, param_dtype)
+    # If original parameters are kept, each begins at a multiple of this many values.
+    aligned = 1 if is_one_flat_parameter(fsdp) else ALIGNMENT_BYTES // VALUE_BYTES[param_dtype or unit.parameters[0].dtype]
+    total, places = 0, []
+    for parameter in unit.parameters:
+        total += -total % aligned
+        places.append(total)
+        total += parameter.numel
     shard = -(-total // world_size)
     size = shard * width
     if not unit.is_trained:
@@ -151,40 +131,18 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
     if is_one_flat_parameter(fsdp):
         return Shards(0, size, size, size, 1)
     start, stop = rank * shard, (rank + 1) * shard
-    own = trained = tensors = 0
-    for each, place in zip(unit.parameters, places, strict=True):
-        part = max(min(place + each.numel, stop) - max(place, start), 0)
-        trained += each.numel if each.is_trained else 0
-        own += part if each.is_trained else 0
-        tensors += each.is_trained
-    kept = min(own * width, size)
-    # One flat gradient covers frozen parameters, too.
-    return Shards(size - kept, kept, own * width, size, tensors)
-
-
-def _flat_layout(unit: Unit, fsdp: FsdpPlan, world_size: int, param_dtype: str | None) -> tuple[int, list[int]]:
-    """Values of the flat parameter, padding included, and where each parameter begins."""
-    if is_one_flat_parameter(fsdp):
-        places, total = [], 0
-        for each in unit.parameters:
-            places.append(total)
-            total += each.numel
-        return total, places
-    aligned = ALIGNMENT_BYTES // VALUE_BYTES[param_dtype or unit.parameters[0].dtype]
-    total, places = 0, []
-    for each in unit.parameters:
-        total += -total % aligned
-        places.append(total)
-        total += each.numel
-    return total + -total % world_size, places
+    trained = [(parameter, place) for parameter, place in zip(unit.parameters, places, strict=True) if parameter.is_trained]
+    own = sum(max(min(place + parameter.numel, stop) - max(place, start), 0) for parameter, place in trained) * width
+    # One flat gradient also covers frozen parameters.
+    return Shards(size - own, own, own, size, len(trained))
 
 
 def gathered_bytes(units: Sequence[Unit], fsdp: FsdpPlan, elements: Elements) -> int:
-    """Whole parameters at the fullest moment, which are never sharded in between for the root.
+    """Count the bytes of gathered parameters at the fullest moment; the root stays gathered all the time.
 
-    Of the other units one is in use, with the buffer that it was gathered into, and the next one is being gathered
-    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `unshard` is issued one unit ahead, and a buffer goes when the next
-    one is copied out). With `reshardAfterForward: false` all of them stay, and no second copy of any is needed but of one.
+    Of the other units, one is in use, with the buffer into which it was gathered, and the next one is being gathered
+    (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `unshard` is issued one unit ahead, and a buffer is freed when the
+    next one is copied out). With `reshardAfterForward: false` all units stay gathered, and only one is copied a second time.
     """
     sizes = [unit.gathered_bytes(elements.param) for unit in units]
     root = sizes[-1] if units and not units[-1].name else 0
@@ -200,13 +158,11 @@ def gathered_bytes(units: Sequence[Unit], fsdp: FsdpPlan, elements: Elements) ->
 
 
 def reduced_bytes(units: Sequence[Unit], elements: Elements) -> int:
-    """Gradients of the largest unit: whole, in the element type of the computation, and laid out in that of the reduction."""
-    found = 0
-    for unit in units:
-        whole = copied = 0
-        for each in unit.parameters:
-            if each.is_trained:
-                whole += each.numel * VALUE_BYTES[elements.param or each.dtype]
-                copied += each.numel * VALUE_BYTES[elements.reduce or elements.param or each.dtype]
-        found = max(found, whole + copied)
-    return found
+    """Count the bytes of the largest unit's gradients: whole, and copied into the element type of the reduction."""
+
+    def both(parameter: ParameterShape) -> int:
+        whole, copied = elements.param or parameter.dtype, elements.reduce or elements.param or parameter.dtype
+        return parameter.numel * (VALUE_BYTES[whole] + VALUE_BYTES[copied])
+
+    sizes = (sum(both(parameter) for parameter in unit.parameters if parameter.is_trained) for unit in units)
+    return max(sizes, default=0)

@@ -1,6 +1,6 @@
-"""The GPUs of the machine on which this process runs, as their driver's own program says.
+"""The GPUs of the machine on which this process runs, as the driver's own program lists them.
 
-A library would leave a CUDA context in this process, which its forks cannot use; and commands do without torch.
+A library would leave a CUDA context in this process, which forked processes cannot use; and commands have no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import subprocess
 from collections.abc import Sequence
 
 DRIVER_SECONDS = 30.0
-"""Of the driver's answer, which takes a tenth of one where the driver is loaded already."""
+"""Time limit for the driver's answer, which takes a tenth of a second if the driver is already loaded."""
 _PROGRAM = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 def gpu_mebibytes() -> Sequence[int]:
-    """Of each GPU that CUDA_VISIBLE_DEVICES lets a process use. Empty if there are none, or nothing says so."""
+    """List the memory in MiB of each GPU that CUDA_VISIBLE_DEVICES lets a process use; empty without a GPU or a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = () if visible is None else (f"--id={visible.strip()}",)
     if chosen in (("--id=",), ("--id=-1",)):

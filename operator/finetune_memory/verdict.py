@@ -12,34 +12,39 @@ from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
 from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, demand_on_claim, leanest
-from finetune_memory.attention import choose_attention, trains_on_gpu, varlen_problem
-from finetune_memory.batches import Predict, choose_batches, choose_resharding
+from finetune_memory.choices import (
+    Predict,
+    choose_attention,
+    choose_batches,
+    choose_precision,
+    choose_resharding,
+    trains_on_gpu,
+    varlen_problem,
+)
 from finetune_memory.estimate import Estimate, estimate
 from finetune_memory.layers import read_layers
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import LENGTH_MULTIPLE, ModelShape, Workload
-from finetune_memory.precision import choose_precision
 
 GPU_FINDING = "memory-estimate-exceeds-gpu"
 POD_FINDING = "memory-estimate-exceeds-pod"
 
 
 def limit_of(plan: RunPlan) -> MemoryLimit | None:
-    """By the plan's placement; None in local mode, where nobody has said."""
+    """Return the memory that a rank may take according to the plan's placement; None if it is unknown, as in local mode."""
     placement = plan.placement
     if placement is None:
         return None
     if placement.gpu_memory is not None:
-        return MemoryLimit(
-            quantity_bytes(placement.gpu_memory), is_device=True, source=f"gpu.memory of profile {placement.profile}"
-        )
+        source = f"gpu.memory of profile {placement.profile}"
+        return MemoryLimit(quantity_bytes(placement.gpu_memory), is_device=True, source=source)
     if placement.gpu_resource_name is not None:
-        return None  # of a release that did not freeze the memory of a device
+        return None  # the plan is from a release that did not record a device's memory
     return _share_of_the_pod(plan, placement)
 
 
 def host_limit_of(plan: RunPlan) -> MemoryLimit | None:
-    """A rank's share of the pod's memory in addition to its device; None if there is no device, or nobody has said."""
+    """Return a rank's share of the pod's memory if it also has a device; None if it has none or the limit is unknown."""
     placement = plan.placement
     if placement is None or placement.gpu_memory is None:
         return None
@@ -53,31 +58,31 @@ def _share_of_the_pod(plan: RunPlan, placement: Placement) -> MemoryLimit:
 
 @dataclass(frozen=True)
 class MemoryVerdict:
-    """What is to say about a job's memory."""
+    """The verdict on a job's memory."""
 
     plan: RunPlan
-    """With all that was chosen."""
+    """The plan with all choices."""
     estimate: Estimate
     limit: MemoryLimit | None
     alternative: Alternative | None
-    """If the estimate is above the limit and some change helps."""
+    """The cheapest change that helps, if the estimate is above the limit."""
     host_limit: MemoryLimit | None = None
-    """Of host memory, in addition to a device."""
+    """Limit of host memory if a rank also has a device."""
     leanest: Alternative | None = None
-    """If no change helps: all of them together."""
+    """All changes that save memory together, if no combination makes the job fit."""
     resharding: Choice | None = None
-    """Whether ranks free gathered parameters after the forward pass, where the plan leaves that open."""
+    """Whether ranks free gathered parameters after the forward pass, if the plan leaves it open."""
     batches: tuple[Choice, ...] = ()
-    """Precision, attention, micro-batch and recomputation, where the plan leaves them open."""
+    """Precision, attention, micro-batch and recomputation, if the plan leaves them open."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """All that was chosen by the estimate."""
+        """All values that the planner chose."""
         return (*self.batches, *(() if self.resharding is None else (self.resharding,)))
 
     @property
     def fits(self) -> bool:
-        """Whether it does, as far as anybody has said how much there is."""
+        """Whether the job fits; true if no limit is known."""
         return self.limit is None or self.estimate.total <= self.limit.bytes
 
     @property
@@ -87,7 +92,7 @@ class MemoryVerdict:
 
 
 def predictor(shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None) -> Predict:
-    """The estimate of this model, trained by any plan. Arguments as those of `judge_memory`."""
+    """Return a function from a plan to the estimate of this model. The arguments are those of `judge_memory`."""
     layers = read_layers(shape)
     return lambda plan: estimate(plan, shape, resolve_elements(plan, stored), workload(plan, limit, longest), layers)
 
@@ -95,7 +100,10 @@ def predictor(shape: ModelShape, stored: str, limit: MemoryLimit | None, *, long
 def judge_memory(
     plan: RunPlan, shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None
 ) -> MemoryVerdict:
-    """`stored`: element type of the base model's files. `longest`: tokens of the longest record; None: as many as are allowed."""
+    """Choose what the plan leaves open, and compare the estimate with the limit.
+
+    stored: element type of the base model's files. longest: tokens of the longest record; None for the longest allowed.
+    """
     predict = predictor(shape, stored, limit, longest=longest)
     kernels = (*choose_precision(plan, stored), *choose_attention(plan, varlen_problem(plan, shape.facts, stored)))
     plan = plan.with_choices(kernels)
@@ -104,18 +112,18 @@ def judge_memory(
     resharding = choose_resharding(plan, limit, predict)
     if resharding is not None:
         plan = plan.with_fsdp(reshard_after_forward=resharding.value)
-    found = predict(plan)
+    prediction = predict(plan)
     host_limit = host_limit_of(plan) if limit is not None and limit.is_device else None
-    if limit is None or found.total <= limit.bytes:
-        return MemoryVerdict(plan, found, limit, None, host_limit, resharding=resharding, batches=batches)
+    if limit is None or prediction.total <= limit.bytes:
+        return MemoryVerdict(plan, prediction, limit, None, host_limit, resharding=resharding, batches=batches)
     site = Site(has_gpus=limit.is_device, most_ranks=limit.devices)
     alternative = cheapest_fitting(plan, limit.bytes, predict, site)
     least = None if alternative is not None else leanest(plan, predict, site)
-    return MemoryVerdict(plan, found, limit, alternative, host_limit, least, resharding, batches)
+    return MemoryVerdict(plan, prediction, limit, alternative, host_limit, least, resharding, batches)
 
 
 def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = None) -> Workload:
-    """The largest batch of a job. Its rows hold several documents, or are padded, and most kinds of attention take a mask."""
+    """Return the largest batch of a job. Rows hold several documents or are padded, so all attention but varlen needs a mask."""
     length = plan.data.max_sequence_length
     if longest is not None and not plan.data.packing:
         length = min(length, longest)
@@ -128,7 +136,7 @@ def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = Non
 
 
 def no_change_suffices(verdict: MemoryVerdict) -> str:
-    """Why not, in words, and what would."""
+    """Say in words why no change suffices, and what would."""
     least = verdict.leanest or Alternative((), verdict.estimate)
     on_one_machine = verdict.limit is not None and verdict.limit.devices is not None
     tried_on = "on this machine" if on_one_machine else f"up to {MAX_RANKS_FACTOR} times the ranks"
@@ -143,7 +151,7 @@ def no_change_suffices(verdict: MemoryVerdict) -> str:
 
 
 def memory_finding(verdict: MemoryVerdict) -> Finding | None:
-    """An error where a device would run out of memory, a warning where a pod would; None where the job fits."""
+    """Return an error if a device would run out of memory, a warning if a pod would; None if the job fits."""
     limit = verdict.limit
     if limit is None or verdict.fits:
         return _host_finding(verdict)
@@ -161,7 +169,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     )
     return make_finding(
         GPU_FINDING if limit.is_device else POD_FINDING,
-        field=verdict_field(verdict),
+        field=alternative.changes[0].field if alternative is not None else "spec.training.microBatchSize",
         value=format_bytes(verdict.estimate.total),
         message=needed,
         fix=fix,
@@ -170,7 +178,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
 
 
 def _host_finding(verdict: MemoryVerdict) -> Finding | None:
-    """A warning where devices suffice and the pod's own memory does not: the kernel then ends a rank."""
+    """Return a warning if devices suffice and the pod's own memory does not: the kernel then kills a rank."""
     limit = verdict.host_limit
     if limit is None or not verdict.exceeds_host:
         return None
@@ -185,8 +193,3 @@ def _host_finding(verdict: MemoryVerdict) -> Finding | None:
         fix=f"raise resources.train.memory of the profile to {format_bytes(need)} for each of processesPerNode, or lower "
         "processesPerNode",
     )
-
-
-def verdict_field(verdict: MemoryVerdict) -> str:
-    """The field that the first change is about."""
-    return verdict.alternative.changes[0].field if verdict.alternative is not None else "spec.training.microBatchSize"

@@ -3,50 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from kubernetes.aio.client.configuration import Configuration
 
-from finetune_operator.background import Relisting, keep_trying
-from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.accounts import Accounts
-from finetune_operator.cluster.api import Api, Document
-from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.discovery import wait_for_crds
-from finetune_operator.cluster.execute import Executor
-from finetune_operator.cluster.failed_passes import FailedPasses
-from finetune_operator.cluster.fence import Fence
-from finetune_operator.cluster.gather import Gatherer
-from finetune_operator.cluster.in_flight import RequestLimiter
-from finetune_operator.cluster.kinds import PROFILES, Kind
-from finetune_operator.cluster.leadership import LeadershipThread
-from finetune_operator.cluster.lease import Elector, LeaseObject, LeaseTiming
-from finetune_operator.cluster.ledger import accounts_name
-from finetune_operator.cluster.profile_status import ProfileStatus
-from finetune_operator.cluster.progress_poll import ProgressPoll
-from finetune_operator.cluster.projection import CachedObject, utc_now
-from finetune_operator.cluster.raw_objects import UnreadableObjects
-from finetune_operator.cluster.recorder import EventRecorder
-from finetune_operator.cluster.relist import fill, relist
-from finetune_operator.cluster.stream_watch import ChildWatch, EventWatch
-from finetune_operator.cluster.warning_events import WarningEvents
-from finetune_operator.health import BEAT_SECONDS, Health, health_server
+from finetune_operator.cache.cache import Cache
+from finetune_operator.cache.kopf_watch import Watches
+from finetune_operator.cache.projection import utc_now
+from finetune_operator.cache.relist import relist
+from finetune_operator.cache.warning_events import WarningEvents
+from finetune_operator.client.access import load_configuration
+from finetune_operator.client.api import Api
+from finetune_operator.client.discovery import wait_for_crds
+from finetune_operator.client.kinds import EVENTS, PROFILES, JobKey, Kind
+from finetune_operator.client.raw_objects import UnreadableObjects
+from finetune_operator.leader.leadership import LeadershipThread
+from finetune_operator.leader.lease import Elector, LeaseObject, LeaseTiming
 from finetune_operator.logs import logger
-from finetune_operator.loop_pauses import freeze_objects, measure_loop_lag
-from finetune_operator.metrics import Metrics
-from finetune_operator.metrics_gate import Certificate, MetricsGate
+from finetune_operator.metrics.health import BEAT_SECONDS, Health, health_server
+from finetune_operator.metrics.job_counters import JobCounters
+from finetune_operator.metrics.metrics import Metrics
+from finetune_operator.metrics.metrics_gate import Certificate, MetricsGate
+from finetune_operator.passes.execute import Executor
+from finetune_operator.passes.gather import Gatherer
+from finetune_operator.passes.recorder import EventRecorder
+from finetune_operator.passes.worker import Worker, urgency
+from finetune_operator.queue.workqueue import WorkQueue
 from finetune_operator.settings import Settings, Timeouts
-from finetune_operator.watch import Watches
-from finetune_operator.worker import Worker, urgency
-from finetune_operator.workqueue import WorkQueue
+from finetune_operator.side_tasks.background import Relisting, keep_trying
+from finetune_operator.side_tasks.profile_status import ProfileStatus
+from finetune_operator.side_tasks.progress_poll import ProgressPoll
 
 _log = logger(__name__)
-ACCOUNTS = "accounts"
-"""Name of the task that records usage, in `finetune_background_failures_total`."""
+LAG_PERIOD_SECONDS = 0.25
 FLUSH_SECONDS = 2.0
-"""Longest wait for the last events at the end."""
+"""Longest time for writing the last events at the end."""
 
 
 async def run(settings: Settings, timeouts: Timeouts) -> int:
@@ -68,11 +63,17 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     beat = asyncio.create_task(_beat(health))
     configuration = await load_configuration()
     leadership = LeadershipThread(lambda: _elector(configuration, settings, timeouts))
-    api = _leaders_api(configuration, settings, timeouts, metrics, leadership.fence)
+    api = Api(
+        configuration,
+        most_in_flight=settings.rates.requests_in_flight,
+        request_timeout=timeouts.request_timeout,
+        observer=metrics.request,
+        fence=leadership.fence,
+    )
     try:
         if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
-        # A standby is ready: it has nothing to catch up with until it leads, and a rolling update waits for readiness.
+        # A standby counts as ready: it has no work until it leads, and a rolling update waits for readiness.
         health.is_ready = True
         leadership.start()
         if not await _run_unless_stopped(stopping, leadership.held.wait()):
@@ -95,16 +96,6 @@ async def _wait_for_crds(configuration: Configuration, timeouts: Timeouts, metri
         await api.close()
 
 
-def _leaders_api(configuration: Configuration, settings: Settings, timeouts: Timeouts, metrics: Metrics, fence: Fence) -> Api:
-    return Api(
-        configuration,
-        in_flight=RequestLimiter(settings.rates.requests_in_flight),
-        request_timeout=timeouts.request_timeout,
-        observer=metrics.request,
-        fence=fence,
-    )
-
-
 async def _lead(
     settings: Settings, timeouts: Timeouts, api: Api, *, health: Health, metrics: Metrics, stopping: asyncio.Event
 ) -> int:
@@ -115,48 +106,33 @@ async def _lead(
     cache.lines.turn_has_come = lambda key: queue.add(key, urgency(cache.job(key)))
     warnings = WarningEvents(cache)
     gatherer = Gatherer(api, cache, timeouts.pending_events_after, warnings, operator_namespace=settings.lease_namespace)
-    recorder = EventRecorder(api, settings.identity, is_busy=lambda: len(queue) > 0, dropped=metrics.event_dropped)
-    executor = Executor(api, cache, gatherer, recorder)
+    recorder = EventRecorder(api, settings.identity, dropped=metrics.event_dropped)
+    executor = Executor(api, cache, gatherer, recorder, status_written=JobCounters(cache, metrics.registry).count)
     profiles = ProfileStatus(api, cache)
-    name = accounts_name(settings.lease_name)
-    accounts = Accounts(api, cache, settings.lease_namespace, name, failed=lambda: metrics.failed(ACCOUNTS))
 
-    def take_in(kind: Kind, deleted: bool, cached: CachedObject) -> None:
-        for key in sorted(cache.remove(kind, cached) if deleted else cache.apply(kind, cached)):
+    def take_in(kind: Kind, deleted: bool, document: Any) -> None:
+        if kind == EVENTS:
+            key = None if deleted else warnings.take(document)
+            if key is not None:
+                queue.add(key)
+            return
+        for key in sorted(cache.take_deleted(kind, document) if deleted else cache.take(kind, document)):
             queue.add(key, urgency(cache.job(key)))
         if kind == PROFILES:
             profiles.changed.set()
 
-    def take_warning(event: Document) -> None:
-        key = warnings.take(event)
-        if key is not None:
-            queue.add(key)
-
     health.is_ready = False
     health.is_leading = True
-    metrics.observe_state(cache, queue, health)
-    watches = Watches(settings.namespaces, cache.read, take_in)
-    children = ChildWatch(api, settings.namespaces, cache.read, take_in, begun_anew=watches.restarted.set)
-    first_list = keep_trying("first list", lambda: fill(api, cache, settings.namespaces, children.begin_from), metrics.failed)
+    watches = Watches(settings.namespaces, take_in)
+    metrics.observe_state(cache, queue, health, watches)
+    first_list = keep_trying("first list", lambda: relist(api, cache, settings.namespaces), metrics.failed)
     if not await _run_unless_stopped(stopping, first_list):
         return 0
     freeze_objects()
-    metrics.observe_watches(lambda: watches.ages() | children.ages(), lambda: watches.num_restarts)
     watches.start()
     for key in cache.job_keys():
         queue.add(key, urgency(cache.job(key)))
-    metrics.observe_accounts(accounts.totals)
-    failed_passes = FailedPasses(api, cache)
-    worker = Worker(
-        queue,
-        gatherer,
-        executor,
-        metrics,
-        utc_now,
-        accounts.decided,
-        pass_budget=timeouts.pass_budget,
-        tell_failure=failed_passes.tell,
-    )
+    worker = Worker(queue, gatherer, executor, metrics, utc_now)
     poll = ProgressPoll(
         cache,
         gatherer,
@@ -176,14 +152,11 @@ async def _lead(
         failed=metrics.failed,
     )
     tasks_by_name: dict[str, Callable[[], Awaitable[object]]] = {
-        ACCOUNTS: accounts.run,
         "progress poll": poll.run,
         "profiles": profiles.run,
         "relist": relisting.run,
-        "loop lag": lambda: measure_loop_lag(metrics.lagged),
+        "loop lag": lambda: _measure_loop_lag(metrics.lagged),
         "events": recorder.run,
-        "watch of children": children.run,
-        "watch of events": EventWatch(api, settings.namespaces, take_warning).run,
     }
     others = [asyncio.create_task(keep_trying(name, work, metrics.failed)) for name, work in tasks_by_name.items()]
     health.is_ready = True
@@ -206,6 +179,21 @@ async def _lead(
     return 0 if orderly and not failures else 1
 
 
+def freeze_objects() -> None:
+    """Collect garbage once. Exclude what is left, the code and the objects of the first list, from later collections."""
+    gc.collect()
+    gc.freeze()
+
+
+async def _measure_loop_lag(lagged: Callable[[float], None]) -> None:
+    """Report by how many seconds each sleep ended too late, until cancelled."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + LAG_PERIOD_SECONDS
+        await asyncio.sleep(LAG_PERIOD_SECONDS)
+        lagged(max(loop.time() - due, 0.0))
+
+
 async def _beat(health: Health) -> None:
     while True:
         health.beat()
@@ -224,7 +212,7 @@ async def _run_unless_stopped(stopping: asyncio.Event, work: Awaitable[object]) 
 
 
 async def _wait_for_first(*things: Awaitable[object]) -> None:
-    """Wait until one of them is done; coroutines that are not are cancelled, tasks are left running."""
+    """Wait until one of these is done. Then cancel the coroutines that are not done; tasks are left running."""
     tasks = [asyncio.ensure_future(thing) for thing in things]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, thing in zip(tasks, things, strict=True):
@@ -234,7 +222,7 @@ async def _wait_for_first(*things: Awaitable[object]) -> None:
 
 @asynccontextmanager
 async def _elector(configuration: Configuration, settings: Settings, timeouts: Timeouts) -> AsyncIterator[Elector]:
-    """The elector of this replica, with connections of its own."""
+    """Provide the elector of this replica, which has its own connections."""
     api = Api(configuration, request_timeout=timeouts.lease_renew_deadline / 2)
     timing = LeaseTiming(timeouts.lease_duration, timeouts.lease_renew_deadline, timeouts.lease_retry)
     try:

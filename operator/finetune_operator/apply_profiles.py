@@ -1,12 +1,12 @@
 """`python -m finetune_operator.apply_profiles FILE`: apply the FineTuneProfiles of a release to the cluster.
 
 It runs before the operator in each of its pods. Helm cannot do this itself: it looks up every kind before it installs anything,
-and the definition of profiles may come with the same release. A hook would delete a profile before it makes it again.
+and the definition of profiles may come with the same release. A hook would delete a profile and then create it again.
 
-FILE is a JSON list of `Wanted`. All of it is read and validated before the first request. A profile is applied on the server's
-side under a field manager of its own and without force, and only if its content differs from what was applied last: a restart
-changes nothing, and an upgrade that would overwrite what a person has changed is refused and named. Each profile is owned by an
-object of the release, so that it is deleted with that object.
+FILE is a JSON list of `Wanted`, which is read and validated completely before the first request. A profile is applied with
+server-side apply, its own field manager and no force, and only if its content differs from what was applied last. So a restart
+changes nothing, and an upgrade that would overwrite what a person has changed is refused with an error. Each profile is owned by
+an object of the release, so that it is deleted with that object.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from finetune_job.api.base import ApiModel
 from finetune_job.api.pod_settings import ObjectName
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import GROUP
-from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document
-from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.discovery import CrdsMissingError, wait_for_crds
-from finetune_operator.cluster.kinds import CLUSTER_ROLES, PROFILES
+from finetune_operator.client.access import load_configuration
+from finetune_operator.client.answers import ApiError, ApiUnreachableError, Document
+from finetune_operator.client.api import Api
+from finetune_operator.client.discovery import CrdsMissingError, wait_for_crds
+from finetune_operator.client.kinds import CLUSTER_ROLES, PROFILES
 from finetune_operator.logs import configure_logs, logger
 
 FIELD_MANAGER = "finetune-operator-chart"
@@ -40,20 +40,20 @@ DIGEST_ANNOTATION = f"{GROUP}/applied-digest"
 _RELEASE_LABELS = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by")
 CRD_WAIT = 300.0
 CRD_POLL = 1.0
-"""Seconds to wait for the definitions, and between two looks."""
+"""Seconds to wait for the definitions, and between two checks for them."""
 _log = logger(__name__)
 
 
 class ProfileError(Exception):
-    """A profile cannot be applied; the message says which, why, and what to do."""
+    """A profile cannot be applied; the message says which one, why, and what to do."""
 
 
 class Wanted(ApiModel):
-    """A profile as a release wants it."""
+    """A profile as the release's chart defines it."""
 
     name: ObjectName
     owner: ObjectName
-    """The ClusterRole that the profile goes with."""
+    """Name of the ClusterRole with which the profile is deleted."""
     labels: dict[str, str]
     spec: FineTuneProfileSpec
 
@@ -64,7 +64,7 @@ class Profile:
 
     wanted: Wanted
     spec: dict[str, Any]
-    """The spec as written, without defaults: the API server adds those, and no field manager should own them."""
+    """The spec as written, without defaults: the API server adds them, and no field manager should own them."""
 
     @property
     def digest(self) -> str:
@@ -74,12 +74,7 @@ class Profile:
 
     def document(self, owner_uid: str) -> Document:
         """Return the object that is sent to the server."""
-        owner = {
-            "apiVersion": CLUSTER_ROLES.api_version,
-            "kind": CLUSTER_ROLES.name,
-            "name": self.wanted.owner,
-            "uid": owner_uid,
-        }
+        owner = {"apiVersion": CLUSTER_ROLES.api_version, "kind": CLUSTER_ROLES.name, "name": self.wanted.owner, "uid": owner_uid}
         metadata = {
             "name": self.wanted.name,
             "labels": self.wanted.labels,
@@ -87,19 +82,6 @@ class Profile:
             "ownerReferences": [owner],
         }
         return {"apiVersion": PROFILES.api_version, "kind": PROFILES.name, "metadata": metadata, "spec": self.spec}
-
-    def is_applied(self, existing: Document | None, owner_uid: str) -> bool:
-        """Whether this profile is what was last applied to the object."""
-        metadata = (existing or {}).get("metadata", {})
-        owners = [owner.get("uid") for owner in metadata.get("ownerReferences") or []]
-        return (metadata.get("annotations") or {}).get(DIGEST_ANNOTATION) == self.digest and owner_uid in owners
-
-    def is_taken_over(self, existing: Document | None) -> bool:
-        """Whether the object is what a chart before 0.2 made as a hook of the same release: then what it wrote is ours."""
-        metadata = (existing or {}).get("metadata", {})
-        ours = {label: self.wanted.labels.get(label) for label in _RELEASE_LABELS}
-        labels = metadata.get("labels") or {}
-        return DIGEST_ANNOTATION not in (metadata.get("annotations") or {}) and ours.items() <= labels.items()
 
 
 def read_profiles(text: str) -> list[Profile]:
@@ -120,9 +102,7 @@ def read_profiles(text: str) -> list[Profile]:
 
 
 async def apply(api: Api, profiles: Iterable[Profile]) -> None:
-    """Apply the profiles that are new or changed. Raises ProfileError if the server refuses one, after the others have been
-    tried.
-    """
+    """Apply the profiles that are new or changed. Raises ProfileError for those that the server refuses, after trying all."""
     refused = []
     for profile in profiles:
         try:
@@ -141,12 +121,16 @@ async def _apply_one(api: Api, profile: Profile) -> None:
             f"profile {wanted.name}: the ClusterRole {wanted.owner} is not there; install the chart with rbac.create"
         )
     uid = str(owner["metadata"]["uid"])
-    existing = await api.get(PROFILES, None, wanted.name)
-    if profile.is_applied(existing, uid):
+    metadata = (await api.get(PROFILES, None, wanted.name) or {}).get("metadata", {})
+    applied = (metadata.get("annotations") or {}).get(DIGEST_ANNOTATION)
+    if applied == profile.digest and uid in [reference.get("uid") for reference in metadata.get("ownerReferences") or []]:
         _log.info("profile is as the release has it", profile=wanted.name)
         return
+    # A profile that a chart before 0.2 created as a hook of the same release is ours.
+    ours = {label: wanted.labels.get(label) for label in _RELEASE_LABELS}
+    is_taken_over = applied is None and ours.items() <= (metadata.get("labels") or {}).items()
     try:
-        await api.apply(PROFILES, wanted.name, profile.document(uid), FIELD_MANAGER, force=profile.is_taken_over(existing))
+        await api.apply(PROFILES, wanted.name, profile.document(uid), FIELD_MANAGER, force=is_taken_over)
     except ApiError as error:
         fix = (
             "give these fields the same values in profiles."

@@ -1,7 +1,7 @@
-"""`python -m finetune_operator.check_release`: the program of `helm test`, with its own rights to create jobs and to use one
-claim.
+"""`python -m finetune_operator.check_release`: the program of `helm test`, with its own permissions to create jobs and to
+use one claim.
 
-It creates nothing unless it is given a job: it asks the API server in dry runs whether it would accept the others.
+It creates nothing unless it is given a job to run: for all other jobs, dry runs show whether the API server would accept them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from kubernetes.aio.config import ConfigException
 from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_job.names import API_VERSION, JOB_KIND
-from finetune_operator.cluster.access import load_configuration
-from finetune_operator.cluster.answers import ApiError, ApiUnreachableError, Document, read_at_most
-from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.kinds import JOBS
-from finetune_operator.cluster.raw_objects import Fields
+from finetune_operator.client.access import load_configuration
+from finetune_operator.client.answers import ApiError, ApiUnreachableError, Document, read_at_most
+from finetune_operator.client.api import Api
+from finetune_operator.client.kinds import JOBS
+from finetune_operator.client.raw_objects import Fields
 
 CLAIM = "finetune-test"
-"""The claim that the chart lets this program use; it need not be there."""
+"""The claim that the chart lets this program use; it need not exist."""
 FOREIGN_CLAIM = "not-for-finetune-test"
 JOB: Document = {
     "apiVersion": API_VERSION,
@@ -43,22 +43,14 @@ JOB: Document = {
     },
 }
 RUN = "finetune-test"
-"""Name of the job that really runs."""
+"""Name of the job that runs for real, not as a dry run."""
 LOOK_SECONDS = 2.0
 METRICS_SECONDS = 10.0
 METRICS_BYTES = 64 << 20
 
 
-@dataclass(frozen=True)
-class ReleaseCheck:
-    """A check that was made, and what is wrong; empty if nothing is."""
-
-    what: str
-    problem: str
-
-
 def job_with(field: str, value: Any) -> Document:
-    """The job with another value of a field of its spec, given as `part.field`."""
+    """Return the job with this value for a field of its spec, given as `part.field`."""
     part, name = field.split(".")
     job = copy.deepcopy(JOB)
     job["spec"][part][name] = value
@@ -76,7 +68,7 @@ async def _try(api: Api, namespace: str, job: Document, code: int, message: str)
 
 
 async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> str:
-    """Run a job to its end. Returns what is wrong; empty if it succeeded. It is deleted if it succeeded, else left for
+    """Run a job to its end. Returns what is wrong; empty if it succeeded. A job that succeeded is deleted, any other is left for
     inspection.
     """
     job = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": RUN}, "spec": spec}
@@ -97,16 +89,16 @@ async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> s
                 return f"after {seconds:.0f} s it is {phase}; {look}"
             await asyncio.sleep(LOOK_SECONDS)
     except ApiError as error:
-        return f"{RUN} is there from an earlier test; {look}" if error.code == 409 else str(error)
+        return f"{RUN} remains from an earlier test; {look}" if error.code == 409 else str(error)
 
 
 @dataclass(frozen=True)
 class MetricsAddress:
-    """Where the operator's metrics are."""
+    """The address of the operator's metrics, and how to read them."""
 
     address: str
     authorities: Path | None = None
-    """Certificates that sign the server's; None for those of the system."""
+    """File of CA certificates that verify the server's certificate; None for those of the system."""
     token: Path | None = None
     """File with the token to send; None for no token."""
 
@@ -135,24 +127,26 @@ async def read_metrics(metrics: MetricsAddress) -> str:
     return "" if any(family.samples for family in families) else f"{address} has no metrics"
 
 
-@dataclass(frozen=True)
-class JobToRun:
-    """A job that really runs."""
-
-    spec: Document
-    seconds: float
-    """Longest time that it may take."""
-
-
 async def check(
-    namespace: str, metrics: MetricsAddress | None, job: JobToRun | None = None, *, is_admission_asked: bool
-) -> list[ReleaseCheck]:
-    """Make all checks of a release. Raises ApiUnreachableError, ConfigException."""
+    namespace: str, metrics: MetricsAddress | None, job: Document | None, job_seconds: float, *, is_admission_asked: bool
+) -> list[tuple[str, str]]:
+    """Make all checks of a release. Returns each check with the problem that it found; empty if it found none.
+
+    Args:
+        namespace: a namespace that the operator serves.
+        metrics: where the metrics are; None if they are not read.
+        job: spec of a job to run; None to run none.
+        job_seconds: longest time that the job may take.
+        is_admission_asked: whether the release contains the admission policy for authors of jobs.
+
+    Raises:
+        ApiUnreachableError, ConfigException: nothing can be checked.
+    """
     api = Api(await load_configuration())
     try:
         checks = [
-            ReleaseCheck("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
-            ReleaseCheck(
+            ("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
+            (
                 "a FineTuneJob with a wrong value is refused by the field's name",
                 await _try(api, namespace, job_with("training.globalBatchSize", 0), 422, "spec.training.globalBatchSize"),
             ),
@@ -162,14 +156,13 @@ async def check(
             problem = await _try(
                 api, namespace, foreign, 403, f"spec.workspace.claimName: you may not use the claim {FOREIGN_CLAIM}"
             )
-            checks.append(ReleaseCheck("a FineTuneJob that names a claim which its author may not use is refused", problem))
+            checks.append(("a FineTuneJob that names a claim which its author may not use is refused", problem))
         if job is not None:
-            problem = await run_job(api, namespace, job.spec, job.seconds)
-            checks.append(ReleaseCheck("the FineTuneJob of the values succeeds", problem))
+            checks.append(("the FineTuneJob of the values succeeds", await run_job(api, namespace, job, job_seconds)))
     finally:
         await api.close()
     if metrics is not None:
-        checks.append(ReleaseCheck("the operator's metrics can be read", await read_metrics(metrics)))
+        checks.append(("the operator's metrics can be read", await read_metrics(metrics)))
     return checks
 
 
@@ -178,7 +171,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
     parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
-    parser.add_argument("--metrics-ca", type=Path, help="certificates that sign the certificate of the metrics")
+    parser.add_argument("--metrics-ca", type=Path, help="CA certificates that verify the metrics server's certificate")
     parser.add_argument("--metrics-token", type=Path, help="token that may read the metrics")
     parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")
     parser.add_argument("--job", type=json.loads, help="spec of a job to run, in JSON; unset: none runs")
@@ -186,14 +179,13 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     metrics = None if given.metrics is None else MetricsAddress(given.metrics, given.metrics_ca, given.metrics_token)
     try:
-        job = None if given.job is None else JobToRun(given.job, given.job_seconds)
-        checks = asyncio.run(check(given.namespace, metrics, job, is_admission_asked=given.admission))
+        checks = asyncio.run(check(given.namespace, metrics, given.job, given.job_seconds, is_admission_asked=given.admission))
     except (ApiUnreachableError, ConfigException) as error:
-        print(f"failed: the API server is reached: {error}")
+        print(f"failed: the API server cannot be reached: {error}")
         return 1
-    for result in checks:
-        print(f"failed: {result.what}: {result.problem}" if result.problem else f"passed: {result.what}")
-    return 1 if any(result.problem for result in checks) else 0
+    for what, problem in checks:
+        print(f"failed: {what}: {problem}" if problem else f"passed: {what}")
+    return 1 if any(problem for _, problem in checks) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON object per line on standard output, also for what libraries log."""
+"""Structured logs of the operator and its libraries: one JSON object per line on standard output."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def configure_logs(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # kopf logs the life of every watch and every object at INFO; our decisions would drown in it.
+    # kopf logs every event of every watch and object at INFO; our decisions would drown in these lines.
     for library in ("kopf", "aiohttp", "asyncio", "kubernetes"):
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -8,27 +8,23 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-N = TypeVar("N", int, float)
-
 
 MOST_WORKERS = 48
-"""Largest number of workers. As many parsed jobs are cached, and more workers would parse them again and again."""
+"""Maximum number of workers. They share one event loop, which more workers would not make faster."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How much is done at the same time."""
+    """How many jobs and requests are worked on at the same time."""
 
     workers: int = 32
-    """Jobs reconciled at the same time; each spends its time waiting for the API server."""
+    """Number of jobs that are reconciled at the same time; most of that time is spent waiting for the API server."""
     requests_in_flight: int = 50
-    """Requests under way at the same time at most; fewer while the API server says that it is busy."""
+    """Maximum number of requests that wait for an answer at the same time."""
     progress_seconds: float = 5.0
-    """How often rank 0 of a job is asked for its progress."""
+    """Seconds between two requests for the progress of a job, which rank 0 answers."""
     progress_writes_per_second: float = 20.0
-    """Cap over all jobs: with more than `progress_seconds x this` running jobs each is asked less often."""
+    """Limit over all jobs: if more than `progress_seconds` times this number of jobs are running, each is asked less often."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +32,20 @@ class Settings:
     """Everything that can be set for a running operator."""
 
     namespaces: tuple[str, ...]
-    """Namespaces that are watched; all if empty."""
+    """Namespaces that are watched; if empty, all are."""
     lease_namespace: str
     """Namespace of the Lease that lets one replica work at a time."""
     lease_name: str
     identity: str
-    """Holder written into the Lease. A process that finds its own identity there takes over at once, so no two processes
-    that may live at the same time can share one; a pod's name has this property."""
+    """Holder written into the Lease. A process that finds its own identity there takes the Lease at once, so processes that may
+    live at the same time must not share an identity; the names of pods differ."""
     listen_address: str
     listen_port: int
-    """Port of /metrics, /healthz and /readyz; 0 for any free one."""
+    """Port of /metrics, /healthz and /readyz; 0 for any free port."""
     log_level: str
     rates: Rates = Rates()
     metrics_authentication: bool = False
-    """Whether readers of the metrics need a token that the API server knows, and the right to read them."""
+    """Whether readers of the metrics need a token that the API server knows, and permission to read them."""
     tls_directory: Path | None = None
     """Directory with tls.crt and tls.key; None for plain HTTP."""
 
@@ -58,32 +54,30 @@ class Settings:
 class Timeouts:
     """Periods and limits, in seconds unless their name says otherwise."""
 
-    pass_budget: float = 1.0
-    """CPU seconds for reading and judging one job. A job that needs more is refused before its start."""
     request_timeout: float = 30.0
     relist: float = 600.0
-    """How often objects whose deletion the watch missed are dropped from the cache."""
+    """Seconds between two comparisons of the cache with the API server, which repair what the watches missed."""
     first_relist: float = 30.0
-    """The first time is earlier, for objects that vanished between the start-up list and the first watch."""
+    """Seconds until the first comparison, which finds objects that vanished between the start-up list and the first watch."""
     crd_wait: float = 3600.0
-    """How long the CustomResourceDefinitions may be missing at start; after that the process exits to be seen."""
+    """How long the CustomResourceDefinitions may be missing at start; then the process exits, so that the problem is noticed."""
     crd_poll: float = 2.0
     lease_duration: float = 15.0
     lease_renew_deadline: float = 10.0
-    """A holder that could not renew for this long sends nothing, before any other may believe the lease expired."""
+    """A holder that could not renew for this long stops sending requests, before another replica may take the lease."""
     lease_retry: float = 2.0
     progress_period_longest: float = 60.0
     pending_events_after: float = 5.0
-    """Pods pending for longer have their Events read, because a missing Secret or volume shows nowhere else."""
+    """The Events of pods that are pending for longer are reported, because a missing Secret or volume shows nowhere else."""
     drain: float = 20.0
-    """Longest wait for passes in progress after SIGTERM; below the pod's termination grace period."""
+    """Longest wait for running passes after SIGTERM; shorter than the pod's termination grace period."""
     retry_first: float = 0.5
     retry_longest: float = 60.0
-    """Bounds of the exponential delay before a key whose pass failed is tried again."""
+    """Bounds of the exponential delay before a job whose pass failed is tried again."""
 
 
 def parse_settings(arguments: list[str] | None = None) -> Settings:
-    """Settings from the command line. Exits with a usage message on unknown or malformed arguments."""
+    """Read the settings from the command line. Exits with a usage message on unknown or malformed arguments."""
     parser = argparse.ArgumentParser(prog="python -m finetune_operator", description="Operator for FineTuneJobs.")
     parser.add_argument("--namespace", action="append", default=[], metavar="NAME", help="watch only this namespace (repeatable)")
     parser.add_argument("--lease-namespace", default=os.environ.get("POD_NAMESPACE", "default"), help="namespace of the Lease")
@@ -96,28 +90,14 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--listen-address", default="0.0.0.0", help="address of the metrics and probe server")  # noqa: S104
     parser.add_argument("--listen-port", type=int, default=8080, help="port of the metrics and probe server")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    usual = Rates()
-    parser.add_argument(
-        "--workers", type=_between(int, 1, MOST_WORKERS), default=usual.workers, help="jobs looked at at the same time"
-    )
-    parser.add_argument(
-        "--requests-in-flight",
-        type=_between(int, 1, 1000),
-        default=usual.requests_in_flight,
-        help="requests to the API server under way at the same time at most",
-    )
-    parser.add_argument(
-        "--progress-seconds",
-        type=_between(float, 1, 3600),
-        default=usual.progress_seconds,
-        help="how often a running job is asked for its progress",
-    )
-    parser.add_argument(
-        "--progress-writes-per-second",
-        type=_between(float, 1, 1000),
-        default=usual.progress_writes_per_second,
-        help="status writes for progress at most, over all jobs",
-    )
+    for flag, kind, least, most, text in (
+        ("--workers", int, 1, MOST_WORKERS, "number of jobs that are reconciled at the same time"),
+        ("--requests-in-flight", int, 1, 1000, "maximum number of requests to the API server at the same time"),
+        ("--progress-seconds", float, 1, 3600, "how often a running job is asked for its progress"),
+        ("--progress-writes-per-second", float, 1, 1000, "status writes for progress at most, over all jobs"),
+    ):
+        usual = getattr(Rates(), flag.strip("-").replace("-", "_"))
+        parser.add_argument(flag, type=_between(kind, least, most), default=usual, help=text)
     parser.add_argument(
         "--metrics-authentication", action="store_true", help="answer /metrics only to tokens that may `get` it; needs --tls"
     )
@@ -139,8 +119,8 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     )
 
 
-def _between(kind: Callable[[str], N], least: N, most: N) -> Callable[[str], N]:
-    def parse(text: str) -> N:
+def _between(kind: type[float], least: float, most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
         number = kind(text)
         if not least <= number <= most:
             raise argparse.ArgumentTypeError(f"{text} is not between {least} and {most}")

@@ -1,7 +1,5 @@
 """What befalls the operator: kills at chosen writes of chosen jobs, or random faults."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import re

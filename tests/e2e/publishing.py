@@ -1,7 +1,5 @@
 """A registry that wants a login, a profile whose jobs may publish to it, and the Secret with the login."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.cluster.binaries import ensure_grype
+from tools.cluster.binaries import ensure_programs
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Advisory:
 
 def scan(line: str, advisories: Sequence[Advisory], folder: Path, variables: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What a line of bash that calls `grype` prints as JSON. folder: where it runs. Fails if the scanner warns of anything."""
-    grype, write_database = ensure_grype()
+    grype, write_database = ensure_programs("grype")
     database = folder / "grype-database" / "6"
     database.mkdir(parents=True)
     written = json.dumps([asdict(advisory) for advisory in advisories])

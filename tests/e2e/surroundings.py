@@ -11,16 +11,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from finetune_job.names import LABEL_JOB_UID, LABEL_MANAGED_BY, LABEL_ROLE, OBSERVE_PORT, RENDEZVOUS_PORT, Role
-from tests.e2e.pod_network import (
-    OWN_NAMESPACE,
-    Address,
-    Answer,
-    listening,
-    node_namespace,
-    pod_namespace,
-    reached_from,
-    stopped,
-)
+from tests.e2e.pod_network import OWN_NAMESPACE, Address, Answer, listening, node_namespace, pod_namespace, reached_from, stopped
 from tools.cluster import network
 from tools.cluster.control_plane import free_ports
 from tools.cluster.errors import ClusterError, wait_until

@@ -1,7 +1,5 @@
 """A job that adds tokens, on a real node: a gang of two pods trains their rows, and what comes out knows them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

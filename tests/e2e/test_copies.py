@@ -1,7 +1,5 @@
 """The line of report and model card that copies published results, run as written with the programs of the Hub, oras and AWS."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from tests.support.finished_run import finished_run, publish_arguments, publishe
 from tests.support.hub import running_hub
 from tests.support.registry import running_registry
 from tests.unit.finetune_trainer.release.example import example
-from tools.cluster.binaries import ensure_binaries, ensure_oras
+from tools.cluster.binaries import ensure_binaries, ensure_programs
 from tools.s3 import REGION, running_s3
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -47,7 +45,7 @@ def copied(line: str, folder: Path, programs: Path, **variables: str) -> dict[st
 
 
 def test_oras_copies_what_is_in_a_registry(tmp_path: Path) -> None:
-    oras = ensure_oras()
+    (oras,) = ensure_programs("oras")
     with running_registry(tmp_path / "registry", needs_login=True) as registry:
         address = f"oci://{registry.host}/team/tuned:v1"
         context = finished_run(tmp_path / "run", address, weight_bytes=LARGE, plain_http_registries=[registry.host])

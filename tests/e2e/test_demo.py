@@ -1,7 +1,5 @@
 """`make demo` as README has it: in a fresh clone, from no environment to a merged model that loads without PEFT."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

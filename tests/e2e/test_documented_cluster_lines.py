@@ -4,8 +4,6 @@
 it in the kubeconfig, as a reader's does.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -17,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.documented import ROOT, as_written, blocks_of, path_with
+from tests.support.documented import ROOT, as_written, blocks_of, cluster_programs, path_with
 from tools.stack import NAMESPACE, Stack, host_and_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(2400)]
@@ -31,8 +29,7 @@ class Desk:
 
     def __init__(self, stack: Stack, directory: Path) -> None:
         self.directory = directory
-        programs = {"kubectl": stack.cluster.kubectl_command, "helm": str(stack.cluster.control_plane.binaries.helm)}
-        path = path_with(directory / "bin", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in programs.items()})
+        path = path_with(directory / "bin", cluster_programs(stack.cluster))
         kubeconfig = yaml.safe_load(stack.cluster.kubeconfig.read_text())
         for context in kubeconfig["contexts"]:
             context["context"]["namespace"] = NAMESPACE

@@ -3,8 +3,6 @@
 The default place of claims is the DIR of the pages, and `.venv` the environment of the tests.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pty

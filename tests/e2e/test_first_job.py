@@ -4,8 +4,6 @@ The images come from a real registry.
 What surrounds the reader is made here: a node, a registry, a storage class with volumes, and the programs `kubectl` and `helm`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -17,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.documented import ROOT, Reader, blocks_of, path_with
+from tests.support.documented import ROOT, Reader, blocks_of, cluster_programs, path_with
 from tests.support.registry import Registry, running_registry
 from tools.cluster import network
 from tools.cluster.node_cluster import NodeCluster
 from tools.cluster.requirements import unsupported_reason
-from tools.volumes import volume
+from tools.volumes import storage_class, volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(5400)]
 README = ROOT / "README.md"
@@ -52,16 +50,10 @@ def registry(cluster: NodeCluster, tmp_path: Path) -> Iterator[Registry]:
 @pytest.fixture
 def volumes(cluster: NodeCluster, tmp_path: Path) -> None:
     """As new ones are: root's, and nobody else may write."""
-    storage_class = {
-        "apiVersion": "storage.k8s.io/v1",
-        "kind": "StorageClass",
-        "metadata": {"name": "shared", "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
-        "provisioner": "kubernetes.io/no-provisioner",
-    }
     # The pods' user has to get there; pytest's own directories are closed.
     for directory in (tmp_path, *tmp_path.parents[:2]):
         directory.chmod(0o755)
-    documents = [storage_class]
+    documents = [storage_class("shared", is_default=True)]
     for number in range(NUM_VOLUMES):
         directory = tmp_path / f"volume-{number}"
         directory.mkdir(mode=0o755)
@@ -72,9 +64,7 @@ def volumes(cluster: NodeCluster, tmp_path: Path) -> None:
 @pytest.fixture
 def reader(cluster: NodeCluster, tmp_path: Path) -> Reader:
     """At the top of a checkout of their own, with the two programs on PATH."""
-    binaries = cluster.control_plane.binaries
-    commands = {"kubectl": f"{binaries.kube} kubectl", "helm": str(binaries.helm)}
-    on_path = path_with(tmp_path / "programs", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()})
+    on_path = path_with(tmp_path / "programs", cluster_programs(cluster))
     checkout = tmp_path / "checkout"
     checkout.mkdir()
     for path in ROOT.iterdir():

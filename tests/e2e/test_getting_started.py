@@ -7,8 +7,6 @@ this machine has no GPU and no network: `make` (says what it would do), `vllm` (
 vLLM would be given is checked against what its sources ask for.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -25,7 +23,7 @@ from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune_trainer.release.files import ReleaseLayout
-from tests.support.documented import ROOT, Reader, blocks_of, path_with
+from tests.support.documented import ROOT, Reader, blocks_of, cluster_programs, path_with
 from tests.support.tiny_model import write_tiny_llama
 from tests.support.vllm_layout import check_adapter, check_model
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
@@ -111,6 +109,7 @@ def test_every_section_with_commands_is_followed() -> None:
     assert of_all == followed, "a section has commands that no test runs"
 
 
+@pytest.mark.nightly
 def test_from_a_llama_and_a_chat_file_to_a_served_adapter(
     trained: Trained, follow: Callable[[str], dict[str, str]], kept: Path
 ) -> None:
@@ -157,8 +156,7 @@ def busybox(stack: Stack, tmp_path: Path) -> Iterator[None]:
 def test_the_same_manifest_succeeds_on_a_cluster_and_its_results_are_downloaded(stack: Stack, tmp_path: Path) -> None:
     """Volumes are root's, 0755, as new ones are."""
     make_home(tmp_path / "home")
-    kubectl = f'#!/bin/sh\nexec {stack.cluster.kubectl_command} "$@"\n'
-    path = f"{Path(sys.executable).parent}:{path_with(tmp_path / 'bin', {'kubectl': kubectl})}"
+    path = f"{Path(sys.executable).parent}:{path_with(tmp_path / 'bin', cluster_programs(stack.cluster))}"
     (tmp_path / "checkout").mkdir()
     environment = stack.cluster.environment | {"PATH": path, "HOME": str(tmp_path / "home")}
     reader = Reader(tmp_path / "checkout", environment, patience_seconds=1500.0)
@@ -194,6 +192,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_published_loads_as_it_is(name: str, trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With PEFT, transformers and, by its files, vLLM, in the layout that readers of each kind of destination see.

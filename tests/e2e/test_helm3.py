@@ -1,7 +1,5 @@
 """The chart with Helm 3, of which many clusters are served; everything else here runs with Helm 4."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path
@@ -12,7 +10,7 @@ import yaml
 
 from tests.integration.conftest import CHART
 from tests.integration.test_values_matrix import nested, rows
-from tools.cluster.binaries import KUBERNETES_VERSION, ensure_binaries, ensure_helm3
+from tools.cluster.binaries import KUBERNETES_VERSION, ensure_binaries, ensure_programs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -28,7 +26,7 @@ def test_it_renders_the_same_objects_of_any_two_values(tmp_path: Path) -> None:
     for row in [{"crds.enabled": True}, *rows()]:
         values.write_text(json.dumps(nested(row)))
         found: list[list[Any]] = []
-        for helm in (ensure_binaries().helm, ensure_helm3()):
+        for helm in (ensure_binaries().helm, *ensure_programs("helm3")):
             done = template(helm, values)
             assert done.returncode == 0, done.stderr
             documents = [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
@@ -48,6 +46,7 @@ def test_it_renders_the_same_objects_of_any_two_values(tmp_path: Path) -> None:
 )
 def test_it_refuses_wrong_values_by_their_names(place: str, value: object, named: str, tmp_path: Path) -> None:
     (tmp_path / "values.json").write_text(json.dumps(nested({place: value})))
-    done = template(ensure_helm3(), tmp_path / "values.json")
+    (helm,) = ensure_programs("helm3")
+    done = template(helm, tmp_path / "values.json")
     assert done.returncode != 0
     assert named in done.stderr

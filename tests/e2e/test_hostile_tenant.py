@@ -4,8 +4,6 @@ The tenant may make pods, mount claims, and see, suspend and retry jobs of the n
 that mounts the job's workspace, things are planted between two stages or attempts. One job meets them all and succeeds at last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -26,6 +24,7 @@ from finetune_job.names import OBSERVE_PORT, Role
 from tests.e2e.pod_network import pod_namespace, reached_from, stopped
 from tests.e2e.publishing import LOGIN_SECRET, PROFILE, REPOSITORY, keep_login, publishing_registry
 from tests.e2e.surroundings import RESTRICTED_CONTAINER
+from tests.support.installed_chart import as_account
 from tests.support.registry import PASSWORD, NotThereError, Registry
 from tools.cluster.errors import ClusterError
 from tools.cluster.processes import run_command
@@ -53,11 +52,7 @@ class Tenant:
 
     def __init__(self, stack: Stack, directory: Path) -> None:
         self._stack = stack
-        config = json.loads(stack.cluster.kubectl("config", "view", "--raw", "--output", "json"))
-        token = stack.cluster.kubectl("create", "token", TENANT, "--namespace", NAMESPACE, "--duration=2h").strip()
-        config["users"][0]["user"] = {"token": token}
-        kubeconfig = directory / "kubeconfig"
-        kubeconfig.write_text(json.dumps(config))
+        kubeconfig = as_account(stack.cluster, TENANT, NAMESPACE, directory)
         self.environment = {**stack.cluster.environment, "KUBECONFIG": str(kubeconfig)}
 
     def kubectl(self, *arguments: str, input: str | None = None) -> str:  # noqa: A002 - as in subprocess.run
@@ -450,7 +445,7 @@ def test_planted_checkpoints_are_passed_over_with_the_reason_and_nothing_of_them
 
 def test_changed_weights_and_foreign_names_go_nowhere(seen: Seen) -> None:
     for attack, reasons in {
-        "a changed adapter": ("MergeStopped: merge/CheckpointInvalid", "is not what was trained, its sha256 differs"),
+        "a changed adapter": ("MergeStopped: merge/CheckpointInvalid", "is not what was trained: its sha256 differs"),
         "a wrong password": ("PublishRefused: publish/DestinationRefused", ""),
         "changed weights": ("PublishRefused: publish/CheckpointInvalid", "sha256 is not"),
         "a name that leaves": ("PublishRefused: publish/CheckpointInvalid", "Nothing was read or sent"),

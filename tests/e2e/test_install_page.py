@@ -4,8 +4,6 @@ tests/integration/test_pages.py follows the page, too, where no pod runs, and lo
 operator's image is on the node under the name that the chart gives it, as if a registry had served it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.support.documented import ROOT, Reader, blocks_of, path_with
+from tests.support.documented import ROOT, Reader, blocks_of, cluster_programs, path_with
 from tools import images
 from tools.cluster.errors import wait_until
 from tools.cluster.node_cluster import NodeCluster
@@ -43,9 +41,7 @@ def cluster() -> Iterator[NodeCluster]:
 
 @pytest.fixture
 def reader(cluster: NodeCluster, tmp_path: Path) -> Reader:
-    binaries = cluster.control_plane.binaries
-    commands = {"kubectl": f"{binaries.kube} kubectl", "helm": str(binaries.helm)}
-    on_path = path_with(tmp_path / "programs", {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()})
+    on_path = path_with(tmp_path / "programs", cluster_programs(cluster))
     (tmp_path / "checkout").mkdir()
     (tmp_path / "checkout/charts").symlink_to(ROOT / "charts")
     return Reader(tmp_path / "checkout", {**cluster.environment, "PATH": on_path}, patience_seconds=600.0)
@@ -60,7 +56,8 @@ def running(cluster: NodeCluster) -> list[str]:
 def test_install_upgrade_and_uninstall_on_a_node_as_they_are_written(cluster: NodeCluster, reader: Reader) -> None:
     """The chart's README has two of the page's commands."""
     (of_chart,) = blocks_of(CHART / "README.md")
-    assert of_chart.commands == [command for command in commands_of_page() if command in of_chart.commands]
+    of_page = [command for block in blocks_of(PAGE) for command in block.commands]
+    assert of_chart.commands == [command for command in of_page if command in of_chart.commands]
     for namespace in ("research", "team-a"):
         cluster.kubectl("create", "namespace", namespace)
     for block in blocks_of(PAGE):
@@ -81,7 +78,3 @@ def test_install_upgrade_and_uninstall_on_a_node_as_they_are_written(cluster: No
         if block.text.startswith("helm install tuning"):
             assert running(cluster) == ["tuning-system"]
     wait_until(lambda: running(cluster) == ["team-a-system", "tuning-system"], "both releases to serve their namespaces", 180)
-
-
-def commands_of_page() -> list[str]:
-    return [command for block in blocks_of(PAGE) for command in block.commands]

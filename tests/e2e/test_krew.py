@@ -1,7 +1,5 @@
 """`kubectl finetune` as Krew installs it: its manifest, and at night Krew itself, without a network."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -15,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support.documented import MAKE, as_written, blocks_of, path_with
-from tools.cluster.binaries import ensure_binaries, ensure_krew
+from tools.cluster.binaries import ensure_binaries, ensure_programs
 from tools.krew import __main__ as krew
 from tools.krew.manifest import manifest
 from tools.krew.platforms import PLATFORMS, own_platform
@@ -94,7 +92,7 @@ class User:
 @pytest.fixture
 def user(tmp_path: Path) -> User:
     """Krew has an index, without which it removes nothing."""
-    krew_program, _ = ensure_krew()
+    krew_program, _ = ensure_programs("krew")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/kubectl-krew").symlink_to(krew_program)
     kubectl = tmp_path / "bin/kubectl"
@@ -137,7 +135,7 @@ def test_krew_installs_a_bundle_and_removes_all_of_it(user: User) -> None:
 
 @pytest.mark.nightly
 def test_the_index_of_krew_takes_the_manifest_of_all_platforms(tmp_path: Path) -> None:
-    _, judge = ensure_krew()
+    _, judge = ensure_programs("krew")
     written = tmp_path / "finetune.yaml"
     written.write_text(yaml.safe_dump(manifest("0.2.0", URL, DIGESTS)))
     done = subprocess.run([judge, "-skip-install", "-manifest", written], capture_output=True, text=True, check=False)

@@ -1,7 +1,5 @@
 """The archives for Krew: this platform's runs where there is nothing but it and a shell, and all are what they say they are."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -24,6 +22,7 @@ from tools.krew.bundle import bundle
 from tools.krew.interpreter import PACKAGES, download
 from tools.krew.platforms import PLATFORMS, Platform, own_platform
 
+pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[2]
 JOBS = "/apis/finetune.dev/v1alpha1/namespaces/default/finetunejobs"
 PROGRAMS = ("sh", "readlink", "dirname")
@@ -234,13 +233,11 @@ def test_the_first_output_comes_soon(machine: Machine) -> None:
     assert {path: path.stat().st_mtime_ns for path in (machine.root / "bundle").rglob("*")} == before
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_equal_inputs_give_equal_bytes(machine: Machine) -> None:
     assert bundle("0.2.0", platform_named(own_platform()), machine.packages) == machine.archive
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["linux-arm64", "linux-amd64"])
 def test_an_archive_for_linux_holds_programs_of_its_architecture_alone(name: str, tmp_path: Path) -> None:
@@ -266,7 +263,6 @@ def test_an_archive_for_linux_holds_programs_of_its_architecture_alone(name: str
     assert {path.name for path in root.rglob("*") if path.is_dir()} & unwanted == set()
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_an_archive_for_macos_says_that_it_needs_python(tmp_path: Path) -> None:
     root = unpacked(bundle("0.2.0", platform_named("darwin-arm64")), tmp_path)

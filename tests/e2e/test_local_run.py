@@ -1,12 +1,9 @@
-"""`finetune run` as its user runs it: to a verified model, through a power cut, and into each kind of bad input."""
+"""`finetune run` as its user runs it: to a verified model, through a kill, and into each kind of bad input."""
 
-import copy
 import fcntl
 import json
 import os
 import pty
-import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -14,22 +11,12 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from finetune_cli.jobs.diagnosis import diagnose
-from finetune_cli.jobs.next_manifest import fork_of, parse_change, start_changes
-from finetune_cli.jobs.seen import seen_job
-from finetune_cli.local.claims import LOCAL_UID
-from finetune_job.finding import FieldChange
-from tests.support.forked_program import run_forked
 from tests.support.hub import running_hub
-from tests.unit.finetune_cli.jobs import objects
 from tools.cluster.binaries import ensure_binaries
 from tools.cluster.errors import wait_until
 from tools.s3 import REGION, SECRET_KEY, running_s3
@@ -111,12 +98,12 @@ def as_alpaca(inputs: Path, split: str) -> bytes:
     return "".join(f"{json.dumps(record)}\n" for record in records).encode()
 
 
-def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
+def test_a_killed_command_and_inputs_elsewhere_change_no_byte(
     inputs: Path, undisturbed: tuple[Path, str], not_rehearsed: Path, tmp_path: Path
 ) -> None:
-    """The model from a hub, the records from an S3 server and the results to it, ended twice in training: the same adapter.
+    """The model comes from a hub, the records from an S3 server, and the results go there; the command is killed while it trains.
 
-    The same records are told in Alpaca's form, in a directory whose file names tell the splits apart.
+    The records have Alpaca's form, in a directory whose file names tell the splits apart. `python -m tests.kill` kills the ranks.
     """
     claims, token = tmp_path / "claims", "hf_token_of_the_test"
     claims.mkdir()
@@ -137,8 +124,7 @@ def test_a_killed_command_a_power_cut_and_inputs_elsewhere_change_no_byte(
         path.write_text(json.dumps(manifest))
         endpoints = {"HF_ENDPOINT": hub.address, "AWS_ENDPOINT_URL": s3.address, "AWS_REGION": REGION, "NO_PROXY": "127.0.0.1"}
         environment = endpoints | s3.environment() | {"HF_TOKEN": token, "HF_HUB_OFFLINE": "1"}
-        end_in_training(claims, path, environment, kill_command_alone(claims))
-        end_in_training(claims, path, environment, _kill_tree)
+        kill_in_training(claims, path, environment)
         code, output = run(claims, path, environment)
         published = s3.buckets / "results/tuned"
         assert code == 0, output
@@ -220,27 +206,6 @@ def test_an_end_by_its_user_is_told_within_a_second_and_changes_no_byte(
     assert adapter(claims) == adapter(undisturbed[0])
 
 
-def test_a_rehearsal_by_hand_says_what_it_changed_and_what_every_stage_gave(inputs: Path, tmp_path: Path) -> None:
-    claims = tmp_path / "claims"
-    shutil.copytree(inputs, claims)
-    command = [FINETUNE, "rehearse", EXAMPLE, "--claims", claims]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    for stage in ("build", "train", "resume", "save", "compare", "merge"):
-        assert stage in finished.stdout
-    assert not list(claims.glob("models-out/**/*.safetensors"))
-    assert not list(claims.glob("workspace/**/*.safetensors"))
-
-
-def test_a_rehearsal_by_hand_ends_after_the_time_that_it_is_given(inputs: Path, tmp_path: Path) -> None:
-    claims = tmp_path / "claims"
-    shutil.copytree(inputs, claims)
-    command = [FINETUNE, "rehearse", EXAMPLE, "--claims", claims, "--timeout", "2"]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert finished.returncode == 3, finished.stdout + finished.stderr
-    assert "it did not end in" in finished.stdout
-
-
 def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed: tuple[Path, str], tmp_path: Path) -> None:
     result = undisturbed[0] / "models-out/quickstart"
     prompts = tmp_path / "prompts.txt"
@@ -255,227 +220,41 @@ def test_merge_as_a_command_gives_the_bytes_of_the_run(inputs: Path, undisturbed
     assert weights
     for name in weights:
         assert (tmp_path / "merged" / name).read_bytes() == (result / "merged" / name).read_bytes()
-    wrong = tmp_path / "adapter-of-another-rank"
-    shutil.copytree(result / "adapter", wrong)
-    settings = json.loads((wrong / "adapter_config.json").read_text())
-    (wrong / "adapter_config.json").write_text(json.dumps(settings | {"r": settings["r"] + 1}))
-    command[command.index("--adapter") + 1] = wrong
-    command[command.index("--output") + 1] = tmp_path / "refused"
-    refused = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert refused.returncode == 1, refused.stdout + refused.stderr
-    assert "lora_A" in refused.stdout
-    assert "Traceback" not in refused.stdout
-    assert not (tmp_path / "refused").exists()
 
 
-@pytest.mark.nightly
-def test_it_is_reproduced_with_its_merged_model(undisturbed: tuple[Path, str]) -> None:
-    claims, _ = undisturbed
-    command = [FINETUNE, "reproduce", "quickstart", "--claims", claims, "-o", "json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    document = json.loads(done.stdout)
-    assert (document["outcome"], document["findings"], document["comparedMerged"]) == ("same", [], True)
+def kill_in_training(claims: Path, manifest: Path, environment: Mapping[str, str]) -> None:
+    """Kill the command alone once there is a checkpoint. Its ranks save their state and end; until then other commands say so."""
+    process = start(claims, manifest, environment)
 
-
-def end_in_training(claims: Path, manifest: Path, environment: Mapping[str, str], end: Callable[[int], None]) -> None:
-    """Run until there is a further checkpoint, and end it, given the command's process."""
-    process, before = start(claims, manifest, environment), checkpoints(claims)
-
-    def has_another() -> bool:
+    def has_checkpoint() -> bool:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
-        return bool(checkpoints(claims) - before)
+        return bool(checkpoints(claims))
 
-    wait_until(has_another, "a checkpoint", 300)
-    end(process.pid)
+    wait_until(has_checkpoint, "a checkpoint", 300)
+    process.kill()
     process.wait()
+    command = [FINETUNE, "status", "--claims", claims]
+
+    def state() -> str:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[1]
+
+    wait_until(lambda: "stopped in train" in state(), "the ranks to end", 60)
 
 
 def checkpoints(claims: Path) -> set[str]:
     return {path.parent.name for path in (claims / "workspace").glob("*/checkpoints/step-*[0-9]/manifest.json")}
 
 
-def kill_command_alone(claims: Path) -> Callable[[int], None]:
-    """Its ranks save their state and end by themselves; until then other commands say so."""
-
-    def end(pid: int) -> None:
-        os.kill(pid, signal.SIGKILL)
-        shown = [FINETUNE, "status", "--claims", claims]
-
-        def state() -> str:
-            return subprocess.run(shown, capture_output=True, text=True, check=True).stdout.splitlines()[1]
-
-        wait_until(lambda: "stopped in train" in state(), "what the command left to end", 60)
-
-    return end
-
-
-def _kill_tree(pid: int) -> None:
-    """SIGKILL a process and all its descendants, the parents first, so that nobody restarts anything."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        os.kill(pid, signal.SIGKILL)
-    except (FileNotFoundError, ProcessLookupError):
-        return
-    for child in children:
-        _kill_tree(int(child))
-
-
-def _write(path: str, text: str) -> Callable[[Path], None]:
-    return lambda claims: (claims / path).write_text(text) and None
-
-
-def _truncate_a_shard(claims: Path) -> None:
-    shard = min((claims / "models/tiny-llama").glob("model-*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:-100])
-
-
-def _only_pickles(claims: Path) -> None:
-    for shard in (claims / "models/tiny-llama").glob("*.safetensors*"):
-        shard.unlink()
-    (claims / "models/tiny-llama/pytorch_model.bin").write_bytes(b"\x80\x04.")
-
-
-def _no_weights(claims: Path) -> None:
-    for shard in (claims / "models/tiny-llama").glob("*.safetensors*"):
-        shard.unlink()
-
-
-AT_NIGHT = pytest.mark.nightly
-"""By day the tests of preflight have these."""
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        pytest.param(lambda claims: (claims / "data/train.jsonl").unlink(), ["train.jsonl", "spec.data.source"], id="missing"),
-        pytest.param(
-            _write("data/train.jsonl", '{"prompt": "a", "text": "b"}\n'),
-            ["line 1", "completion"],
-            id="key missing",
-            marks=AT_NIGHT,
-        ),
-        pytest.param(_no_weights, ["safetensors", "spec.model.source"], id="no weights", marks=AT_NIGHT),
-        pytest.param(_only_pickles, ["pytorch_model.bin", "spec.model.source"], id="pickles only", marks=AT_NIGHT),
-        pytest.param(_truncate_a_shard, ["model-00001-of", "spec.model.source"], id="truncated shard"),
-    ],
-)
-def test_bad_input_is_refused_before_training(
-    inputs: Path, not_rehearsed: Path, tmp_path: Path, damage: Callable[[Path], Any], words: list[str]
-) -> None:
+def test_missing_data_are_refused_before_training(inputs: Path, not_rehearsed: Path, tmp_path: Path) -> None:
+    """The tests of preflight have the other kinds of bad input."""
     claims = tmp_path / "claims"
     shutil.copytree(inputs, claims)
-    damage(claims)
+    (claims / "data/train.jsonl").unlink()
     code, output = run(claims, not_rehearsed)
-    flat = " ".join(output.split())
     assert code == 1, output
-    for word in words:
-        assert word in flat, output
+    for word in ("train.jsonl", "spec.data.source"):
+        assert word in " ".join(output.split()), output
     assert "Traceback" not in output
     left = [path for path in (claims / "workspace").rglob("*") if "prepared" in path.parts or ".tmp" in path.name]
     assert left == []
     assert not (claims / "models-out").exists() or not any((claims / "models-out").rglob("*.safetensors"))
-
-
-def test_validate_gives_the_verdicts_of_the_examples() -> None:
-    for path in sorted((ROOT / "examples/refused").glob("*.yaml")):
-        head = dict(
-            line.removeprefix("# ").split(": ", 1)
-            for line in path.read_text().splitlines()
-            if line.startswith("# ") and ": " in line
-        )
-        expected = 1 if (head["verdict"], head.get("gate")) == ("refused", "rules") else 0
-        result = run_forked("finetune_cli", "validate", "-f", path, "-o", "json")
-        assert result.returncode == expected, (path, result.stdout, result.stderr)
-
-
-def test_a_manifest_is_needed(tmp_path: Path) -> None:
-    broken = tmp_path / "broken.yaml"
-    broken.write_text("spec: [unclosed")
-    result = subprocess.run([FINETUNE, "validate", "-f", broken], capture_output=True, text=True, check=False)
-    assert result.returncode == 2
-    assert "line 2" in result.stdout + result.stderr
-
-
-FAILED = {
-    "DeviceOutOfMemory": ("training", {"microBatchSize": 4}, {"microBatchSize": 2}),
-    "DeviceOutOfMemory, one record at a time": ("training", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
-    "NonFinite": ("training", {"learningRate": "3e-4"}, {"learningRate": "0.00015"}),
-    "Stalled": ("training", {"stepTimeoutSeconds": 60}, {"stepTimeoutSeconds": 120}),
-    "DiskFull": ("checkpoint", {"keep": 6}, {"keep": 2}),
-}
-"""Where the settings are with which a job has failed, they themselves, and those of the patch."""
-
-
-def failed(case: str) -> dict[str, Any]:
-    """The quickstart at toy size, which has failed so."""
-    section, settings, _ = FAILED[case]
-    document: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
-    spec = document["spec"]
-    spec["training"] |= {"maxSteps": 4}
-    spec["checkpoint"] = {"everySteps": 2}
-    spec |= {"preflight": {"rehearsal": "Skip"}, "merge": {"enabled": False}}
-    spec[section] |= settings
-    document["status"] = copy.deepcopy(objects.FAILED["status"])
-    document["status"]["attempts"][-1]["failure"] = case.partition(",")[0]
-    return document
-
-
-def advised(document: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, list[FieldChange]]:
-    """What `finetune explain job/quickstart` says then: the patch, and the changes of its command."""
-    found = diagnose(seen_job(document), datetime.now(UTC))
-    (command,) = found.commands
-    fork, submit = command.split(" | ")
-    assert submit.startswith("finetune submit - -n ")
-    words = shlex.split(fork)
-    return found.patch, [parse_change(value) for option, value in pairwise(words) if option == "--set"]
-
-
-def run_document(claims: Path, document: Mapping[str, Any]) -> dict[str, Any]:
-    """To its end; the plan."""
-    name = document["metadata"]["name"]
-    manifest = claims / f"{name}.yaml"
-    manifest.write_text(json.dumps({key: value for key, value in document.items() if key != "status"}))
-    code, output = run(claims, manifest)
-    assert code == 0, output
-    assert (claims / f"models-out/{name}/adapter/adapter_model.safetensors").is_file()
-    plan: dict[str, Any] = json.loads(next((claims / ".finetune").glob(f"*.{name}/plan.json")).read_text())
-    return plan
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", FAILED)
-def test_a_fork_with_the_advised_patch_runs(case: str, inputs: Path, tmp_path: Path) -> None:
-    """Done as it says."""
-    section, _, expected = FAILED[case]
-    document = failed(case)
-    patch, changes = advised(document)
-    assert patch == {"spec": {section: expected}}
-    claims = tmp_path / "claims"
-    shutil.copytree(inputs, claims)
-    plan = run_document(claims, fork_of(document, "quickstart-2", changes))
-    ((name, value),) = expected.items()
-    in_plan = {**plan["training"], **plan["checkpoint"]}[re.sub(r"([A-Z])", lambda found: f"_{found[1].lower()}", name)]
-    assert str(in_plan) == str(value)
-
-
-@pytest.mark.nightly
-def test_a_fork_with_the_advised_patch_begins_with_a_checkpoint_of_the_job(inputs: Path, tmp_path: Path) -> None:
-    """As `finetune fork --from 2` makes it: what was learnt before the failure is kept."""
-    document = failed("NonFinite")
-    document["metadata"]["uid"] = LOCAL_UID
-    claims = tmp_path / "claims"
-    shutil.copytree(inputs, claims)
-    run_document(claims, document)
-    fork = fork_of(document, "quickstart-2", [*advised(document)[1], *start_changes(document, 2)])
-    plan = run_document(claims, fork)
-    assert plan["training"]["start_from"]["path"] == "quickstart-local/checkpoints/step-0000000002"
-    assert str(plan["training"]["learning_rate"]) == "0.00015"
-    before, after = (history(claims, name) for name in ("quickstart", "quickstart-2"))
-    assert after[0] < before[0], "the same batch as that of the first step, of which the base model knew nothing"
-
-
-def history(claims: Path, name: str) -> list[float]:
-    """Losses of the steps."""
-    lines = map(json.loads, (claims / f"workspace/{name}-local/history.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if line.get("loss") is not None]

@@ -31,11 +31,10 @@ from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name, rank_report_name
 from tests.e2e.failures.scene import Scene
 from tools.cluster.cgroups import processes_of_pod
-from tools.cluster.network import NodeNetwork
 from tools.cluster.processes import run_command
 from tools.quickstart import make_model
 from tools.stack import NAMESPACE, Stack
-from tools.volumes import bound_claim, volume
+from tools.volumes import bound_claim, storage_class, volume
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(600)]
 BIN = Path(sys.executable).parent
@@ -147,12 +146,6 @@ def test_a_step_that_takes_too_long(scene: Scene) -> None:
         assert_succeeds(fork)
 
 
-def with_memory(scene: Scene, memory: str) -> dict[str, Any]:
-    """Settings of a profile whose training pods have so much."""
-    resources = scene.default_profile()["resources"]
-    return {"resources": resources | {Role.TRAIN.value: resources[Role.TRAIN] | {"memory": memory}}}
-
-
 def test_memory_for_a_copy_of_the_state(scene: Scene) -> None:
     """Of 75 million parameters, from which checkpoints are written while training continues: 0.9 GB."""
     pairs = (scene.stack.claim("data") / "train.jsonl").read_text().splitlines()
@@ -172,7 +165,7 @@ def test_memory_for_a_copy_of_the_state(scene: Scene) -> None:
         assert_succeeds(fork)
 
 
-def small_volume(scene: Scene, name: str, mebibytes: int, storage_class: str = "") -> Path:
+def small_volume(scene: Scene, name: str, mebibytes: int, class_name: str = "") -> Path:
     """A file system of this size on the first node, as a volume; where it is seen from here."""
     node = scene.stack.cluster.node
     directory = scene.stack.claim(name)
@@ -180,17 +173,12 @@ def small_volume(scene: Scene, name: str, mebibytes: int, storage_class: str = "
     scene.at_the_end(directory.rmdir)
     run_command(*node.command("mount", "-t", "tmpfs", "-o", f"size={mebibytes}M,mode=0755", "tmpfs", directory))
     scene.at_the_end(lambda: run_command(*node.command("umount", directory)))
-    document = volume(NAMESPACE, name, directory, storage_class=storage_class, size=f"{mebibytes}Mi")
-    document["spec"]["nodeAffinity"]["required"] = only_on(node.place)
+    document = volume(NAMESPACE, name, directory, storage_class=class_name, size=f"{mebibytes}Mi")
+    only_here = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node.place.name]}
+    document["spec"]["nodeAffinity"]["required"] = {"nodeSelectorTerms": [{"matchExpressions": [only_here]}]}
     scene.stack.apply(document)
     scene.at_the_end(lambda: scene.kubectl("delete", "pv", document["metadata"]["name"]))
     return Path(f"/proc/{node.first_process()}/root", directory.relative_to("/"))
-
-
-def only_on(place: NodeNetwork) -> dict[str, Any]:
-    """Node affinity of pods and volumes."""
-    expression = {"key": "kubernetes.io/hostname", "operator": "In", "values": [place.name]}
-    return {"nodeSelectorTerms": [{"matchExpressions": [expression]}]}
 
 
 def fill(scene: Scene, directory: Path, mebibytes_left: int) -> None:
@@ -221,13 +209,7 @@ def test_many_checkpoints_on_a_full_claim(scene: Scene) -> None:
 
 def test_a_small_claim_of_the_job(scene: Scene) -> None:
     """The operator makes a claim for each job: that of the fork is as large as its patch says."""
-    storage_class = {
-        "apiVersion": "storage.k8s.io/v1",
-        "kind": "StorageClass",
-        "metadata": {"name": scene.name},
-        "provisioner": "kubernetes.io/no-provisioner",
-    }
-    scene.stack.apply(storage_class)
+    scene.stack.apply(storage_class(scene.name))
     scene.at_the_end(lambda: scene.kubectl("delete", "storageclass", scene.name))
     directory = small_volume(scene, f"{scene.name}-small", 40, scene.name)
     small_volume(scene, f"{scene.name}-large", 1024, scene.name)
@@ -283,11 +265,7 @@ def kill_rank(scene: Scene) -> None:
     [
         ({"microBatchSize": 4}, {}, "spec.training.microBatchSize=2"),
         ({"microBatchSize": 1}, {}, "spec.training.activationCheckpointing=Full"),
-        (
-            {"microBatchSize": 1, "activationCheckpointing": "Full"},
-            {"maxSequenceLength": 512},
-            "spec.data.maxSequenceLength=256",
-        ),
+        ({"microBatchSize": 1, "activationCheckpointing": "Full"}, {"maxSequenceLength": 512}, "spec.data.maxSequenceLength=256"),
     ],
     ids=["batch", "activations", "length"],
 )

@@ -54,10 +54,7 @@ def test_the_charts_own_test_passes(stack: Stack) -> None:
 def test_the_charts_own_test_runs_a_job_to_its_end(stack: Stack) -> None:
     """The optional one, on CPU cores, in the namespace of the release."""
     for name in CLAIMS:
-        stack.apply(
-            volume(SYSTEM_NAMESPACE, name, stack.claim(name), storage_class=""),
-            bound_claim(SYSTEM_NAMESPACE, name),
-        )
+        stack.apply(volume(SYSTEM_NAMESPACE, name, stack.claim(name), storage_class=""), bound_claim(SYSTEM_NAMESPACE, name))
     spec = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())["spec"]
     release = (RELEASE, ROOT / "charts/finetune-operator", "--namespace", SYSTEM_NAMESPACE)
     stack.cluster.helm("upgrade", *release, "--reuse-values", "--wait", "--set-json", f"test.job={json.dumps(spec)}")

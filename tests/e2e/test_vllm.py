@@ -1,7 +1,5 @@
 """What report and pages say about vLLM, asked of vLLM: its own code judges and reads adapters and lines. Nothing is computed."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

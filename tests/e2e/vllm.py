@@ -2,8 +2,6 @@
 as that imports.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

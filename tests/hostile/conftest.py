@@ -1,7 +1,5 @@
 """A tiny model, its data, and a job for them; tests spoil copies."""
 
-from __future__ import annotations
-
 import os
 
 from tests.unit.finetune_trainer.preflight.conftest import claims, context, made_claims, manifest, model

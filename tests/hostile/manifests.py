@@ -3,8 +3,6 @@
 Everything follows from one random generator, so that a seed repeats it.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -86,25 +84,25 @@ ODD: tuple[Callable[[Random], Any], ...] = (
 )
 
 
+def schema_of(crd: Document, part: str) -> Document:
+    """The structural schema of `spec` or `status`."""
+    schema: Document = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"][part]
+    return schema
+
+
 @functools.cache
 def spec_schema() -> Document:
-    """The structural schema of spec."""
-    schema: Document = job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    return schema
+    return schema_of(job_crd(), "spec")
 
 
 @functools.cache
 def status_schema() -> Document:
-    """The structural schema of status."""
-    schema: Document = job_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
-    return schema
+    return schema_of(job_crd(), "status")
 
 
 @functools.cache
 def profile_schema() -> Document:
-    """The structural schema of a profile's spec."""
-    schema: Document = profile_crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    return schema
+    return schema_of(profile_crd(), "spec")
 
 
 def profile_of(random: Random) -> Document:

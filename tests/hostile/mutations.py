@@ -1,7 +1,5 @@
 """Bytes and JSON values spoilt in every way that a file can be: cut, doubled, flipped, huge, deep, or not text at all."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

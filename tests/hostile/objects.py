@@ -3,8 +3,6 @@
 Everything follows from one random generator. What the API server itself refuses is part of it: a tenant does not know either.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

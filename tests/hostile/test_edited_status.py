@@ -1,7 +1,5 @@
 """Whatever somebody has written into the status of a job, its pods, its Jobs and the ConfigMap of its size: a pass ends, decides
-within its bounds, writes what the API server takes, and leaves an account that can be read again."""
-
-from __future__ import annotations
+within its bounds, and writes what the API server takes."""
 
 import json
 import os
@@ -17,22 +15,12 @@ from pydantic import ValidationError
 from finetune_job.names import Role
 from finetune_job.progress import Progress
 from finetune_job.stored_status import read_status
-from finetune_operator.cluster.execute import status_document
-from finetune_operator.decide.account import JobAccount, confirmed_by, with_decision, with_pods
-from finetune_operator.decide.children_seen import (
-    BatchJobView,
-    ContainerEnd,
-    JobConditionView,
-    LiveChildren,
-    LiveJob,
-    PodView,
-)
-from finetune_operator.decide.observed import Observed
 from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.stage import attempt_of, is_ended
-from finetune_operator.decide.train_stage import queue_of_growth
-from finetune_operator.decide.usage_labels import JobLabels
-from finetune_operator.decide.usage_totals import UsageTotals
+from finetune_operator.decide.seen.children_seen import BatchJobView, JobConditionView, LiveChildren, LiveJob, PodView
+from finetune_operator.decide.seen.observed import Observed
+from finetune_operator.decide.seen.stage import attempt_of, is_ended
+from finetune_operator.decide.stages.train_stage import queue_of_growth
+from finetune_operator.passes.execute import status_document
 from tests.hostile.manifests import Document, status_schema
 from tests.hostile.test_written_status import assert_storable, report_of
 from tests.support.builders import T0, ObservedBuilder, a_job, observing
@@ -49,7 +37,6 @@ MOMENTS = [
     datetime(1970, 1, 1, tzinfo=UTC),
     datetime(2199, 12, 31, 23, 59, 59, tzinfo=UTC),
 ]
-LABELS = JobLabels("team", "team", "LoRA", "gpus", "default", "H100")
 
 
 def drawn(random: Random, schema: Document, name: str = "") -> Any:
@@ -68,17 +55,12 @@ def drawn(random: Random, schema: Document, name: str = "") -> Any:
         case "boolean":
             return random.random() < 0.5
         case _:
-            is_time = name.endswith("Time") or name in ("time", "inARowSince")
+            is_time = name.endswith("Time") or name in ("time", "inARowSince", "gpuSecondsUntil")
             return random.choice(TIMES if is_time else TEXTS)[: schema.get("maxLength", 99)]
 
 
 def moment(random: Random, share: float = 0.6) -> datetime | None:
     return random.choice(MOMENTS) if random.random() < share else None
-
-
-def ended(random: Random) -> ContainerEnd:
-    code = random.choice((None, 0, 47, 52, 2**40))
-    return ContainerEnd(moment(random), moment(random), code, "Error", report_of(random))
 
 
 def pod(random: Random, role: Role, attempt: int, rank: int) -> PodView:
@@ -100,14 +82,6 @@ def pod(random: Random, role: Role, attempt: int, rank: int) -> PodView:
         exit_code=random.choice((None, None, 0, 1, 137, 143, 50, 52, -3, 2**40)),
         reason=random.choice(("", "OOMKilled", "Evicted", "Unknown")),
         termination_message=random.choice(("", report_of(random))),
-        restarts=random.choice((0, 0, 1, 1, 2, 2**40)),
-        earlier=random.choice(
-            (
-                None,
-                ContainerEnd(moment(random), moment(random), random.choice((None, 0, 47, 52, 2**40)), "Error", report_of(random)),
-            )
-        ),
-        label_attempt=random.choice((None, attempt, attempt + 1, 2**40)),
         waiting_reason=random.choice(("", "", "ImagePullBackOff", "CreateContainerConfigError")),
         unschedulable=random.choice(("", "", "0/9 nodes are available")),
         node=random.choice(("", "node-a")),
@@ -126,7 +100,6 @@ def batch_job(random: Random, role: Role, attempt: int) -> BatchJobView:
         conditions=tuple(found),
         suspended=random.random() < 0.3,
         parallelism=random.choice((None, 0, 1, 2, 4, 99, -4)),
-        restarts_container=random.random() < 0.5,
         start_time=moment(random),
         deleting=random.random() < 0.1,
     )
@@ -196,11 +169,6 @@ def check_pass(seen: Observed) -> str:
     assert after.restarts.counted - before.restarts.counted in (0, 1) or after.restarts.counted == 0
     if actions.status is not None:
         assert_storable(after, seen.pods)
-    account = JobAccount(labels=LABELS, gpus=8, at=T0.timestamp() - 100)
-    account = with_decision(with_pods(account, seen.pods, before.attempt, T0.timestamp()), before, after, T0)
-    assert JobAccount.model_validate_json(account.model_dump_json()) == account
-    assert min(account.gpu_seconds.values(), default=0.0) >= 0
-    UsageTotals().plus(account, confirmed_by(after))
     reconcile(replace(seen, job=replace(seen.job, status=after)), T0)
     return "restarted" if after.attempt > before.attempt else "ended" if is_ended(after) else "went on"
 

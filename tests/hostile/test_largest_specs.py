@@ -3,8 +3,6 @@
 Times are of the processor, the best of three, and as many times longer on a machine that is slower (tests/support/processor.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time
@@ -67,9 +65,7 @@ LARGEST: dict[str, Document] = {
     "keys of patterns": lora(
         rankPattern=dict.fromkeys(names(256, 485), 4095), alphaPattern=dict.fromkeys(names(256, 485), 65535)
     ),
-    "keys that take minutes to compile": lora(
-        rankPattern={f"(?i:{HOSTILE_SET * 100}){number:03}": 8 for number in range(170)},
-    ),
+    "keys that take minutes to compile": lora(rankPattern={f"(?i:{HOSTILE_SET * 100}){number:03}": 8 for number in range(170)}),
     "texts that take minutes to compile": others(
         "LoHa",
         targetModules=f"(?i:{HOSTILE_SET * 815})",
@@ -255,7 +251,7 @@ def test_drawn_specs_of_the_greatest_size_take_less_than_a_pass_may() -> None:
         (lambda size: {"surprise": {"a": {"b" * size: 1}}}, "surprise.a"),
     ],
 )
-def test_what_is_larger_is_measured_and_not_read(changes: Any, named: str, size: int) -> None:
+def test_larger_specs_are_measured_and_not_read(changes: Any, named: str, size: int) -> None:
     document = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": "tried"}, "spec": spec_of(changes(size))}
     start = time.process_time()
     with pytest.raises(ValidationError) as refused:

@@ -1,7 +1,5 @@
 """A status that somebody has edited: whatever the definition's schema lets through, every pass ends in a decision."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from datetime import UTC, datetime
@@ -10,14 +8,14 @@ from typing import Any
 
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.cluster.kinds import JOBS
-from finetune_operator.cluster.projection import project
-from finetune_operator.cluster.reader import Reader
-from finetune_operator.decide.observed import Observed, ProfileView
+from finetune_operator.cache.projection import project
+from finetune_operator.cache.reader import Reader
+from finetune_operator.client.kinds import JOBS
 from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.seen.observed import Observed, ProfileView
 from tests.hostile.manifests import spoil, status_schema, value_of
 from tests.support.source_seed import seed_of_the_sources
-from tests.unit.finetune_operator.cluster import objects
+from tests.unit.finetune_operator import objects
 
 SEED = int(os.environ.get("HOSTILE_SEED", seed_of_the_sources()))
 STATUSES = 1500
@@ -75,7 +73,7 @@ def test_every_pass_ends_in_a_decision() -> None:
     assert min(decided.values()) > STATUSES / 50, decided
 
 
-def test_what_no_schema_lets_through_ends_no_watch() -> None:
+def test_statuses_that_no_schema_allows_can_be_cached() -> None:
     random = Random(SEED)
     for _ in range(STATUSES):
         status = status_of(random)

@@ -1,7 +1,5 @@
 """Hostile adapters and bases through the whole merge: it ends in a reason that names the file, or in a merged model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct
@@ -90,7 +88,7 @@ def test_an_adapter_that_is_something_else_is_refused(pair: Path, name: str, con
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "loop", "device", "directory"])
 @pytest.mark.parametrize("place", [f"adapter/{CONFIG}", f"adapter/{ADAPTER}", "base/config.json", "base/model.safetensors"])
-def test_what_is_no_file_is_refused_and_never_waited_for(pair: Path, place: str, kind: str) -> None:
+def test_special_files_are_refused_without_waiting(pair: Path, place: str, kind: str) -> None:
     special(pair / place, kind)
     assert merged(pair) != "merged"
 

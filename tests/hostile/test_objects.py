@@ -3,19 +3,17 @@
 Through the API server, and all at once: tests/integration/test_hostile_objects.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time
 from collections import Counter
 from random import Random
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, SERVICES, Kind
-from finetune_operator.cluster.projection import CachedObject, project
-from finetune_operator.cluster.reader import Reader
-from finetune_operator.decide.observed import Observed, ProfileView
+from finetune_operator.cache.projection import CachedObject, project
+from finetune_operator.cache.reader import Reader
+from finetune_operator.client.kinds import BATCH_JOBS, CONFIG_MAPS, JOBS, PODS, SERVICES, Kind
 from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.seen.observed import Observed, ProfileView
 from tests.hostile.objects import Document, Forger, Target
 from tests.support.builders import T0, a_profile
 from tests.support.processor import slowness

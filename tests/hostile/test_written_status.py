@@ -1,8 +1,6 @@
 """Whatever a container says, the status that follows is one that the API server takes: a refused write would be tried for
 ever."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -18,10 +16,10 @@ from finetune_job.finding import Finding
 from finetune_job.progress import Progress
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
-from finetune_operator.cluster.execute import status_document
 from finetune_operator.decide.pass_result import PassResult
 from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.validate_stage import status_findings
+from finetune_operator.decide.stages.validate_stage import status_findings
+from finetune_operator.passes.execute import status_document
 from tests.hostile.manifests import Document, job_of, status_schema
 from tests.support.builders import T0, a_job, observing
 from tests.support.source_seed import seed_of_the_sources
@@ -158,7 +156,7 @@ def test_what_the_rules_say_of_any_manifest_can_be_stored() -> None:
         except (ValueError, RecursionError):
             continue
         result = PassResult(observing(a_job()).build().job, T0)
-        result.find(status_findings(evaluate(RuleContext(spec))))
+        result.set(findings=status_findings(evaluate(RuleContext(spec))))
         assert_storable(result.actions().status, spec)
         judged += 1
     assert judged > REPORTS / 5
@@ -169,7 +167,7 @@ def test_64_findings_of_the_longest_texts_fit_into_an_object(letter: str) -> Non
     texts = dict.fromkeys(("field", "value", "message", "fix", "source"), letter * 10_000)
     findings = [Finding(rule=f"rule-{number}", severity="error", **texts) for number in range(100)]
     result = PassResult(observing(a_job()).build().job, T0)
-    result.find(status_findings(findings))
+    result.set(findings=status_findings(findings))
     status = result.actions().status
     assert status is not None
     assert len(status.findings) == 64

@@ -58,9 +58,8 @@ HEAD = """## Commands
 
 What a Role must give to those who call `kubectl finetune`, in the namespace of the jobs; rights to profiles are of the whole
 cluster. With `-A` the rights to jobs must be of all namespaces. Without an optional right a command answers, and says what it
-could not see. The right to list jobs also lets `status`, `logs` and the others suggest a name for one that does not exist. `cost`
-of jobs that were deleted reads the operator's accounts, which takes the right to list configmaps in all namespaces, as
-administrators have. A test gives commands these rights and no others, and takes rights away.
+could not see. The right to list jobs also lets `status`, `logs` and the others suggest a name for one that does not exist. A test
+gives commands these rights and no others, and takes rights away.
 
 The right to `use` claims is what the chart's admission policy asks of those who create jobs; a right to the claims that the job
 names is enough, and so is the right to create pods.

@@ -1,7 +1,5 @@
 """One control plane per session with the chart installed; per test a namespace and operators that serve it alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,14 +11,13 @@ import pytest
 from tests.integration.kube import Kube
 from tests.integration.operator_process import ForkedOperator, OperatorProcess
 from tests.integration.workload import Workload
-from tests.support.cluster_fixtures import control_plane
-from tests.support.existing_cluster import EXISTING_VARIABLE
+from tests.support.existing_cluster import EXISTING_VARIABLE, ExistingCluster, existing_kubeconfig
 from tests.support.installed_chart import CHART, RELEASE, SYSTEM, InstalledChart, install
 from tools.cluster.access import ClusterAccess
 from tools.cluster.control_plane import ControlPlane
 from tools.cluster.errors import wait_until
 
-__all__ = ["CHART", "RELEASE", "SYSTEM", "control_plane"]
+__all__ = ["CHART", "RELEASE", "SYSTEM"]
 _numbers = itertools.count()
 
 
@@ -36,6 +33,19 @@ class Installed:
 
 
 OperatorFactory = Callable[..., OperatorProcess]
+
+
+@pytest.fixture(scope="session")
+def control_plane(request: pytest.FixtureRequest) -> Iterator[ClusterAccess]:
+    """A control plane without nodes, or the cluster that KUBECONFIG_FOR_TESTS names."""
+    existing = existing_kubeconfig()
+    if existing is not None:
+        with ExistingCluster(existing) as cluster:
+            yield cluster
+        return
+    with ControlPlane() as own:
+        yield own
+        own.keep_logs = request.session.testsfailed > 0
 
 
 @pytest.fixture(scope="session")

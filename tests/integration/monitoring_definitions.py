@@ -4,8 +4,6 @@ Written from the field documentation of monitoring.coreos.com/v1. A server that 
 Prometheus operator's own definitions refuse, and fields that the chart does not use.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 Schema = dict[str, Any]
@@ -13,10 +11,7 @@ GROUP = "monitoring.coreos.com"
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
-DURATION: Schema = {
-    "type": "string",
-    "pattern": r"^(0|([0-9]+y)?([0-9]+w)?([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?)$",
-}
+DURATION: Schema = {"type": "string", "pattern": r"^(0|([0-9]+y)?([0-9]+w)?([0-9]+d)?([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?)$"}
 
 
 def choice(*names: str) -> Schema:
@@ -84,12 +79,7 @@ def definitions() -> list[Schema]:
                 "scope": "Namespaced",
                 "names": {"kind": kind, "plural": f"{kind.lower()}s", "singular": kind.lower()},
                 "versions": [
-                    {
-                        "name": "v1",
-                        "served": True,
-                        "storage": True,
-                        "schema": {"openAPIV3Schema": fields("spec", spec=spec)},
-                    }
+                    {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": fields("spec", spec=spec)}}
                 ],
             },
         }

@@ -1,7 +1,5 @@
 """Few rows in which every two values of two parameters meet."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,15 +4,12 @@ The API server admits the pod and is asked for its log or for a program in it, s
 get what the pod's own program prints of a folder of this machine.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,7 +50,9 @@ def played_pods(
         found = list(real_lines(self, path, query, silence_seconds))
         name = path.split("/")[-2]
         # Of a pod that no node has, the API server gives an empty log.
-        text = printed(_command(made[name]), claims).decode() if name in made else (logs or {}).get(name, "")
+        text = (logs or {}).get(name, "")
+        if name in made:
+            text = printed(made[name]["spec"]["containers"][0]["command"], claims).decode()
         yield from found or text.splitlines()
 
     def output_of(
@@ -66,14 +65,10 @@ def played_pods(
                 raise
             yield printed(command, claims)
 
-    def _command(pod: Document) -> list[str]:
-        command: Any = pod["spec"]["containers"][0]["command"]
-        return list(command)
-
     patch.setattr(ClusterClient, "lines", lines)
     patch.setattr(ClusterClient, "output_of", output_of)
-    patch.setattr("finetune_cli.cluster.reader_pod.SECONDS", 20)
-    patch.setattr("finetune_cli.cluster.reader_pod._POLL_SECONDS", 0.05)
+    patch.setattr("finetune_cli.cluster.short_lived_pod.SECONDS", 20)
+    patch.setattr("finetune_cli.cluster.short_lived_pod._POLL_SECONDS", 0.05)
     player = threading.Thread(target=start_pods)
     player.start()
     try:

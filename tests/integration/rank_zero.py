@@ -1,7 +1,5 @@
 """What the operator hears of a training pod where no kubelet runs one."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Iterator

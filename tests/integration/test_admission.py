@@ -1,7 +1,5 @@
 """A job is no way to what its author may not read: as users with certain rights, on the real API server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +10,7 @@ from finetune_job.names import Role
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import SPEC, Workload
+from tests.support.cases import table
 from tests.support.installed_chart import CLUSTER_NAME
 from tools.cluster.errors import wait_until
 
@@ -87,24 +86,19 @@ def test_who_may_only_make_jobs_reaches_no_claim_and_no_secret(workload: Workloa
 
 
 @pytest.mark.usefixtures("policy_is_asked")
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("spec.model.source", {"model": {"source": "pvc://database/x"}}),
-        ("spec.data.source", {"data": {"source": "pvc://database/x.jsonl"}}),
-        (
-            "spec.data.validation.source",
-            {"data": {"source": "pvc://data/x.jsonl", "validation": {"source": "pvc://database/x.jsonl"}}},
-        ),
-        ("spec.data.datasets[7].source", {"data": {"datasets": [*DATASETS[:7], {"source": "pvc://database/x.jsonl"}]}}),
-        ("spec.workspace.claimName", {"workspace": {"claimName": "database"}}),
-        ("spec.output.destination", {"output": {"destination": "pvc://database/x"}}),
-    ],
-)
-def test_every_field_that_names_a_claim_is_asked_for(workload: Workload, field: str, changes: dict[str, Any]) -> None:
+def test_every_field_that_names_a_claim_is_asked_for(workload: Workload) -> None:
     named = {**USE, "resourceNames": ["models", "data", "results", "workspace"]}
     tenant = user(workload, "reader", named)
-    assert f"{field}: you may not use the claim database of this namespace" in refusal(tenant, **changes)
+    theirs = {"source": "pvc://database/x.jsonl"}
+    for field, changes in (
+        ("spec.model.source", {"model": {"source": "pvc://database/x"}}),
+        ("spec.data.source", {"data": theirs}),
+        ("spec.data.validation.source", {"data": {"source": "pvc://data/x.jsonl", "validation": theirs}}),
+        ("spec.data.datasets[7].source", {"data": {"datasets": [*DATASETS[:7], theirs]}}),
+        ("spec.workspace.claimName", {"workspace": {"claimName": "database"}}),
+        ("spec.output.destination", {"output": {"destination": "pvc://database/x"}}),
+    ):
+        assert f"{field}: you may not use the claim database of this namespace" in refusal(tenant, **changes)
     tenant.apply("own")
 
 
@@ -218,29 +212,7 @@ def test_who_may_make_pods_is_not_kept_from_what_pods_can_mount(workload: Worklo
     user(workload, "owner", PODS).apply("own", fetch=FETCH)
 
 
-POD_SETTINGS: dict[str, Any] = {
-    "image": "registry.evil/miner",
-    "podTemplate": {"spec": {"hostNetwork": True}},
-    "podSpecPatch": "hostPID: true",
-    "serviceAccountName": "cluster-admin",
-    "securityContext": {"runAsUser": 0},
-    "volumes": [{"name": "node", "hostPath": {"path": "/"}}],
-    "volumeMounts": [{"name": "node", "mountPath": "/node"}],
-    "env": [{"name": "LD_PRELOAD", "value": "/claims/data/evil.so"}],
-    "envFrom": [{"secretRef": {"name": "database"}}],
-    "nodeName": "control-plane",
-    "nodeSelector": {"kubernetes.io/hostname": "control-plane"},
-    "tolerations": [{"operator": "Exists"}],
-    "affinity": {},
-    "schedulerName": "mine",
-    "runtimeClassName": "privileged",
-    "hostNetwork": True,
-    "labels": {"kueue.x-k8s.io/queue-name": "others"},
-    "annotations": {"container.apparmor.security.beta.kubernetes.io/trainer": "unconfined"},
-    "command": ["sh"],
-    "args": ["-c", "curl"],
-    "resources": {"limits": {"nvidia.com/gpu": "64"}},
-}
+POD_SETTINGS: dict[str, Any] = table(__file__, "POD_SETTINGS")
 
 
 @pytest.mark.usefixtures("policy_is_asked")
@@ -265,27 +237,13 @@ def test_no_setting_of_a_pod_is_the_tenants(workload: Workload, operator: Operat
 
 
 @pytest.mark.usefixtures("policy_is_asked")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"fetch": {"hubTokenSecretRef": {"name": "token", "key": "token", "namespace": "kube-system"}}},
-        {"fetch": {"s3SecretRef": {"name": "kube-system/keys"}}},
-        {"workspace": {"claimName": "workspace", "namespace": "team-b"}},
-        {"workspace": {"claimName": "../team-b/workspace"}},
-        {"model": {"source": "pvc://../team-b"}},
-        {"model": {"source": "pvc://models/../../team-b"}},
-        {"data": {"source": "pvc://data/a/../../../etc/passwd"}},
-        {"output": {"destination": "pvc://results/../../x"}},
-        {"output": {"destination": "pvc://results//x"}},
-        {"model": {"source": "file:///etc/passwd"}},
-        {"model": {"source": "http://169.254.169.254/latest"}},
-    ],
-)
-def test_a_job_names_nothing_outside_its_namespace_and_claims(workload: Workload, changes: dict[str, Any]) -> None:
-    """As somebody whom the policy asks nothing: names cannot say it."""
-    with pytest.raises(RefusedError) as refused:
-        user(workload, "owner", PODS).apply("theft", **changes)
-    assert refused.value.code in (400, 422)
+def test_a_job_names_nothing_outside_its_namespace_and_claims(workload: Workload) -> None:
+    """The user is one of whom the policy asks nothing: the schema refuses such names."""
+    owner = user(workload, "owner", PODS)
+    for changes in table(__file__, "test_a_job_names_nothing_outside_its_namespace_and_claims"):
+        with pytest.raises(RefusedError) as refused:
+            owner.apply("theft", **changes)
+        assert refused.value.code in (400, 422), changes
 
 
 @pytest.mark.usefixtures("policy_is_asked")

@@ -1,14 +1,11 @@
 """The commands that change jobs, against a real API server, each with the least rights that docs/reference/rights.md names."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
 import pytest
 import yaml
 
-from finetune_cli.cluster.errors import Right
 from tests.integration.command_rights import CREATE, JOB, PATCH, USE
 from tests.integration.kube import Document
 from tests.integration.test_commands import Caller, caller, rights_of
@@ -75,11 +72,6 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     (tmp_path / "none.yaml").write_text(PROFILE)
     done = call("submit none.yaml")
     assert (done.returncode, "holds no FineTuneJob" in done.stderr) == (2, True)
-    done = call("submit job.yaml -n elsewhere")
-    assert (done.returncode, f"you may not {Right('create', 'finetunejobs', 'finetune.dev', 'elsewhere')}" in done.stderr) == (
-        3,
-        True,
-    )
 
 
 def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
@@ -100,11 +92,6 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
     assert call("resume running").stdout == f"{namespace}/running: is not suspended\n"
     assert "cancelled: its pods end" in call("cancel running").stdout
     assert run_of(caller, "running")["cancel"] is True
-    assert call("cancel running").stdout == f"{namespace}/running: is cancelled already\n"
-    lacking = caller.with_rights((JOB,))
-    done = lacking("suspend new")
-    named = Right(PATCH.verb, PATCH.resource, PATCH.group, namespace)
-    assert (done.returncode, f"you may not {named}; ask for a Role" in done.stderr) == (3, True)
 
 
 def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Caller) -> None:
@@ -113,8 +100,6 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
     for number in (1, 2):
         assert call("retry stalled").stdout == f"{namespace}/stalled: is tried again (spec.run.retry: {number})\n"
         assert run_of(caller, "stalled")["retry"] == number
-    done = call("retry running")
-    assert (done.returncode, "is Training, so there is nothing to try again" in done.stderr) == (1, True)
     assert "leave --name out" in call("retry stalled --name other").stderr
     ended = caller.with_rights(rights_of("retry JOB, that has ended").needed)
     assert rights_of("retry JOB, that has ended").needed == (JOB, CREATE, USE)
@@ -128,8 +113,6 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
     # Its name is taken now, which only who may list jobs can know.
     assert ended("retry failed").returncode == 3
     assert ended("retry failed --name third").returncode == 0
-    done = ended("retry succeeded")
-    assert (done.returncode, f"has succeeded; `finetune fork succeeded -n {namespace}`" in done.stderr) == (1, True)
 
 
 def test_a_fork_is_a_manifest_that_can_be_submitted(caller: Caller, tmp_path: Path) -> None:

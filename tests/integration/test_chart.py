@@ -20,8 +20,9 @@ from finetune_operator.check_release import MetricsAddress, read_metrics
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed, OperatorFactory
 from tests.integration.operator_process import ForkedOperator
 from tests.integration.workload import SPEC, Workload
+from tests.support.cases import table
 from tests.support.forked_program import run_forked
-from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, install
+from tests.support.installed_chart import CLUSTER_NAME, WAYS_OUT, as_account, install
 from tools.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
@@ -60,45 +61,25 @@ def test_lint(installed: Installed) -> None:
     assert "0 chart(s) failed" in installed.cluster.helm("lint", "--strict", CHART)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        "surprise=1",
-        "image.tga=1",
-        "logLevel=loud",
-        "metrics.port=80",
-        "namespaces={Team}",
-        "image.digest=sha256:abc",
-        "global.imageRegitry=mirror",
-        "defaultProfile.create=false",
-        "profiles.default.trainerImge=x",
-        "profiles.default.gpu.memory=lots",
-        "profiles.default.pods.train.tolerations[0].effect=Never",
-        "extraArgs={help}",
-        "networkPolicy.apiServerCIDRs={localhost}",
-    ],
-)
+@pytest.mark.parametrize("setting", table(__file__, "test_wrong_values_are_refused"))
 def test_wrong_values_are_refused(installed: Installed, setting: str) -> None:
     named = setting.split("=", maxsplit=1)[0].rpartition(".")[2]
     with pytest.raises(ClusterError, match=named):
         rendered(installed, "--set", setting)
 
 
-def test_what_kueue_is_told_takes_rights_that_are_given_on_request(installed: Installed) -> None:
+def test_what_takes_more_rights_gives_them_on_request(installed: Installed) -> None:
     queues = {("kueue.x-k8s.io", kind, "get") for kind in ("localqueues", "clusterqueues")}
-    patches = {("batch", "jobs", "patch"), *queues}
-    for arguments in ([], ["--set", "namespaces={team-a}"]):
-        kind = "Role" if arguments else "ClusterRole"
-        assert not patches & rules_of(of_kind(rendered(installed, *arguments), kind))
-        jobs = rules_of(of_kind(rendered(installed, "--set", "kueue.patchJobs=true", *arguments), kind))
-        assert patches & jobs == {("batch", "jobs", "patch")}
-        assert patches & rules_of(of_kind(rendered(installed, "--set", "kueue.readQueues=true", *arguments), kind)) == queues
-
-
-def test_nodes_are_read_on_request(installed: Installed) -> None:
-    right = ("", "nodes", "get")
-    assert right not in rules_of(of_kind(rendered(installed), "ClusterRole"))
-    assert right in rules_of(of_kind(rendered(installed, "--set", "rbac.readNodes=true"), "ClusterRole"))
+    asked = {
+        "kueue.patchJobs": {("batch", "jobs", "patch")},
+        "kueue.readQueues": queues,
+        "rbac.readNodes": {("", "nodes", "get")},
+    }
+    for kind, names, *place in (("ClusterRole", list(asked)), ("Role", list(asked)[:2], "--set", "namespaces={team-a}")):
+        more = set().union(*(asked[name] for name in names))
+        assert not more & rules_of(of_kind(rendered(installed, *place), kind))
+        for name in names:
+            assert more & rules_of(of_kind(rendered(installed, "--set", f"{name}=true", *place), kind)) == asked[name]
 
 
 def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: Installed) -> None:
@@ -106,26 +87,9 @@ def test_definitions_are_the_generated_ones_and_survive_uninstalling(installed: 
     generated = [yaml.load(path.read_text(), yaml.CSafeLoader) for path in sorted((CHART.parents[1] / "crds").glob("*.yaml"))]
     assert crds == generated
     assert all(crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep" for crd in crds)
+    given_up = of_kind(rendered(installed, "--set", "crds.keep=false"), "CustomResourceDefinition")
+    assert ["helm.sh/resource-policy" in (crd["metadata"].get("annotations") or {}) for crd in given_up] == [False, False]
     assert not of_kind(rendered(installed, "--set", "crds.enabled=false"), "CustomResourceDefinition")
-
-
-def test_operator_reads_no_secrets_and_creates_no_pods(installed: Installed) -> None:
-    documents = rendered(installed)
-    granted = rules_of([role for role in of_kind(documents, "ClusterRole") if role["metadata"]["name"] == CLUSTER_NAME])
-    assert not [rule for rule in granted if rule[1] == "secrets" or "*" in rule]
-    assert {verb for _, resource, verb in granted if resource == "pods"} == {"get", "list", "watch", "patch", "delete"}
-    assert {verb for _, resource, verb in granted if resource == "finetunejobs"} == {"get", "list", "watch"}
-
-
-def test_users_roles_leave_the_status_to_the_operator(installed: Installed) -> None:
-    roles = [role for role in of_kind(rendered(installed), "ClusterRole") if role["metadata"]["name"] != CLUSTER_NAME]
-    assert {role["metadata"]["name"].removeprefix(f"{CLUSTER_NAME}-") for role in roles} == {
-        "user",
-        "viewer",
-        "admin",
-        "profile-default",
-    }
-    assert {resource for _, resource, _ in rules_of(roles)} == {"finetunejobs", "finetuneprofiles"}
 
 
 @pytest.mark.parametrize("aggregate", [True, False])
@@ -165,21 +129,16 @@ def test_an_install_without_rights_in_the_cluster_makes_nothing_outside_its_name
     assert deployment["spec"]["template"]["spec"]["serviceAccountName"] == "given"
 
 
-def test_image_by_digest_and_user_id(installed: Installed) -> None:
+def test_images_by_digest_and_from_the_registry_of_all_charts_and_the_user_id(installed: Installed) -> None:
     digest = "sha256:" + "0" * 64
-    (deployment,) = of_kind(rendered(installed, "--set", f"image.digest={digest},runAsUser=1000650000"), "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    assert pod["containers"][0]["image"] == f"finetune-operator@{digest}"
-    assert pod["securityContext"]["runAsUser"] == 1000650000
-
-
-def test_the_registry_of_all_charts_is_that_of_both_images(installed: Installed) -> None:
-    (deployment,) = of_kind(rendered(installed, "--set", "global.imageRegistry=mirror.example/hub"), "Deployment")
+    settings = f"image.digest={digest},runAsUser=1000650000,global.imageRegistry=mirror.example/hub"
+    (deployment,) = of_kind(rendered(installed, "--set", settings), "Deployment")
     template = deployment["spec"]["template"]
+    assert template["spec"]["securityContext"]["runAsUser"] == 1000650000
     images = {one["image"] for kind in ("containers", "initContainers") for one in template["spec"][kind]}
-    images |= {one["spec"]["trainerImage"] for one in json.loads(template["metadata"]["annotations"]["finetune.dev/profiles"])}
-    names = {image.rpartition(":")[0] for image in images}
-    assert names == {"mirror.example/hub/finetune-operator", "mirror.example/hub/finetune-trainer"}
+    assert images == {f"mirror.example/hub/finetune-operator@{digest}"}
+    (profile,) = json.loads(template["metadata"]["annotations"]["finetune.dev/profiles"])
+    assert profile["spec"]["trainerImage"].rpartition(":")[0] == "mirror.example/hub/finetune-trainer"
 
 
 def test_deployment_passes_pod_security_restricted(installed: Installed, workload: Workload) -> None:
@@ -281,6 +240,7 @@ def test_the_profile_of_a_chart_that_made_it_by_a_hook_is_taken_over(installed: 
     assert profile(installed)["spec"]["trainerImage"] == "finetune-trainer:0.1.0"
 
 
+@pytest.mark.nightly
 def test_two_releases_of_one_name_serve_two_namespaces(installed: Installed, tmp_path: Path) -> None:
     system = "finetune-system-2"
     own = ("crds.enabled=false", "namespaces={team-x}", "profiles.default=null", "profiles.second.maxActiveJobs=1")
@@ -330,6 +290,7 @@ def test_a_release_is_refused_the_namespaces_of_another_one_that_runs(installed:
     installed.kube.delete("Deployment", workload.namespace, "theirs")
 
 
+@pytest.mark.nightly
 def test_another_release_takes_over_the_definitions_and_leaves_them(installed: Installed, tmp_path: Path) -> None:
     """What an uninstalled release leaves behind, a release of another name takes over, and with it every job."""
     name = "finetunejobs.finetune.dev"
@@ -372,11 +333,7 @@ def test_rights_in_one_namespace_suffice(installed: Installed, workload: Workloa
     installed.cluster.kubectl("apply", "-f", "-", input=yaml.safe_dump_all(access))
     try:
         wait_until(lambda: workload.kube.get("ServiceAccount", system, release), "the ServiceAccount", 60)
-        token = installed.cluster.kubectl("create", "token", release, "--namespace", system).strip()
-        config = json.loads(installed.operator_kubeconfig.read_text())
-        config["users"][0]["user"]["token"] = token
-        kubeconfig = tmp_path / "kubeconfig"
-        kubeconfig.write_text(json.dumps(config))
+        kubeconfig = as_account(installed.cluster, release, system, tmp_path)
         (deployment,) = of_kind(documents, "Deployment")
         own = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
         arguments = [argument for argument in own if not argument.startswith("--listen-port")]
@@ -406,11 +363,7 @@ def test_helm_test_tries_jobs_and_reads_metrics(
     shown = {**pod["spec"], "serviceAccountName": "default"}
     workload.kube.create("Pod", workload.namespace, {"metadata": {"name": "test"}, "spec": shown})
 
-    account = pod["spec"]["serviceAccountName"]
-    config = json.loads(installed.operator_kubeconfig.read_text())
-    config["users"][0]["user"]["token"] = installed.cluster.kubectl("create", "token", account, "--namespace", SYSTEM).strip()
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(json.dumps(config))
+    kubeconfig = as_account(installed.cluster, pod["spec"]["serviceAccountName"], SYSTEM, tmp_path)
     (container,) = pod["spec"]["containers"]
     program = container["command"][container["command"].index("-m") + 1]
     arguments = [argument.replace(f"{RELEASE}.{SYSTEM}.svc:", "127.0.0.1:") for argument in container["args"]]
@@ -446,15 +399,11 @@ def test_helm_test_runs_the_job_of_the_values(
     (pod,) = of_kind(documents, "Pod")
     (role,) = of_kind(documents, "Role")
     assert {name for rule in role["rules"] for name in rule.get("resourceNames", ())} == {
-        *("finetune-test", "models", "data", "results", "workspace", "default"),
+        *("finetune-test", "models", "data", "results", "workspace", "default")
     }
     rights = yaml.safe_dump_all([each for each in documents if each is not pod])
     installed.cluster.kubectl("apply", "-f", "-", input=rights)
-    config = json.loads(installed.operator_kubeconfig.read_text())
-    account = pod["spec"]["serviceAccountName"]
-    config["users"][0]["user"]["token"] = installed.cluster.kubectl("create", "token", account, "--namespace", SYSTEM).strip()
-    kubeconfig = tmp_path / "kubeconfig"
-    kubeconfig.write_text(json.dumps(config))
+    kubeconfig = as_account(installed.cluster, pod["spec"]["serviceAccountName"], SYSTEM, tmp_path)
     (container,) = pod["spec"]["containers"]
     program = container["command"][container["command"].index("-m") + 1]
 
@@ -478,7 +427,7 @@ def test_helm_test_runs_the_job_of_the_values(
         True,
     ), said
     code, said = run()
-    assert (code, "finetune-test is there from an earlier test" in said) == (1, True), said
+    assert (code, "finetune-test remains from an earlier test" in said) == (1, True), said
     installed.cluster.kubectl("delete", "-f", "-", input=rights)
 
 

@@ -1,7 +1,5 @@
 """What each value of the chart does to its objects: many of them at once, as `helm template` renders them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.cases import table
 from tests.support.installed_chart import CHART
 from tools.cluster.binaries import ensure_binaries
 from tools.cluster.errors import ClusterError
@@ -23,56 +22,7 @@ SPREAD = {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAny
 AFFINITY = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []}}
 MONITORING = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
 RESOLVER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "dns"}}}
-VALUES: Mapping[str, Any] = {
-    "nameOverride": "adapt",
-    "global": {"imagePullSecrets": [{"name": "mirror"}]},
-    "commonLabels": {"team.example/owner": "ml"},
-    "commonAnnotations": {"team.example/note": "kept"},
-    "image": {"registry": "registry.example", "repository": "ml/operator", "tag": "9.9", "pullPolicy": "Always"},
-    "imagePullSecrets": [{"name": "login"}],
-    "trainerImage": {"registry": "registry.example", "repository": "ml/trainer", "digest": DIGEST},
-    "replicas": 3,
-    "revisionHistoryLimit": 7,
-    "logLevel": "debug",
-    "resources": {"requests": {"cpu": "7", "memory": "6Gi"}, "limits": {"memory": "7Gi"}},
-    "nodeSelector": {"disk": "fast"},
-    "tolerations": [TOLERATION],
-    "affinity": AFFINITY,
-    "topologySpreadConstraints": [SPREAD],
-    "priorityClassName": "system-cluster-critical",
-    "runtimeClassName": "gvisor",
-    "strategy": {"maxSurge": "50%", "maxUnavailable": 1},
-    "probes": {"liveness": {"periodSeconds": 21}, "readiness": {"periodSeconds": 6}},
-    "podLabels": {"team.example/pod": "operator"},
-    "podAnnotations": {"team.example/scrape": "true"},
-    "extraArgs": ["--log-level=warning"],
-    "extraEnv": [{"name": "TZ", "value": "UTC"}],
-    "extraVolumes": [{"name": "more", "emptyDir": {}}],
-    "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
-    "proxy": {"httpProxy": "http://proxy:1", "httpsProxy": "http://proxy:2", "noProxy": ".svc"},
-    "rates": {"workers": 3, "requestsInFlight": 5, "progressSeconds": 7, "progressWritesPerSecond": 9},
-    "serviceAccount": {"name": "tuner", "annotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}},
-    "metrics": {
-        "port": 9999,
-        "service": {"annotations": {"team.example/service": "metrics"}},
-        "serviceMonitor": {"create": True, "labels": {"release": "stack"}, "interval": "7s"},
-        "podMonitor": {"create": True, "labels": {"release": "stack"}, "interval": "8s"},
-        "prometheusRule": {"create": True, "labels": {"release": "stack"}},
-    },
-    "networkPolicy": {
-        "create": True,
-        "apiServerCIDRs": ["192.0.2.1/32"],
-        "apiServerPorts": [6443],
-        "metricsFrom": [MONITORING],
-        "dnsTo": [RESOLVER],
-    },
-    "kueue": {"patchJobs": True},
-    "extraObjects": [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "as-a-mapping"}},
-        "{apiVersion: v1, kind: ConfigMap, metadata: {name: '{{ .Release.Name }}-as-text'}}",
-    ],
-    "crds": {"enabled": False},
-}
+VALUES: Mapping[str, Any] = table(__file__, "VALUES")
 NAME = "tuning-adapt"
 
 
@@ -152,10 +102,7 @@ def test_what_is_around_the_deployment_is_what_the_values_say(documents: list[Do
     service = the(documents, "Service")
     assert service["spec"]["ports"] == [{"name": "metrics", "port": 9999, "targetPort": "metrics"}]
     assert service["metadata"]["annotations"]["team.example/service"] == "metrics"
-    monitors = {
-        "ServiceMonitor": (NAME, "endpoints", "7s"),
-        "PodMonitor": (f"{NAME}-rank-0", "podMetricsEndpoints", "8s"),
-    }
+    monitors = {"ServiceMonitor": (NAME, "endpoints", "7s"), "PodMonitor": (f"{NAME}-rank-0", "podMetricsEndpoints", "8s")}
     for kind, (name, endpoints, interval) in monitors.items():
         monitor = the(documents, kind, name)
         assert monitor["metadata"]["labels"]["release"] == "stack"

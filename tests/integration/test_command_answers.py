@@ -3,8 +3,6 @@
 Uids and the namespace are put back to those of the golden files. Manifests have the defaults of the schema in addition.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The commands that look at jobs, against a real API server, with the least rights that docs/reference/rights.md names."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json
@@ -18,7 +16,7 @@ import yaml
 
 from finetune_cli.cluster.errors import Right
 from finetune_job.plan.digest import canonical_json
-from tests.integration.command_rights import COMMANDS, EVENTS, JOB, JOBS, LOG, PODS, PROFILE, CommandRights
+from tests.integration.command_rights import COMMANDS, EVENTS, JOB, PODS, PROFILE, CommandRights
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document
 from tests.integration.workload import Workload
@@ -123,21 +121,6 @@ def rights_of(command: str) -> CommandRights:
     return next(each for each in COMMANDS if each.command == command)
 
 
-def test_commands_about_many_jobs_tell_of_each_state(caller: Caller) -> None:
-    reader = caller.with_rights((JOB, JOBS))
-    listed = reader("list")
-    assert (listed.returncode, listed.stderr) == (0, "")
-    assert [line.split()[:3] for line in listed.stdout.splitlines()[1:]] == [
-        ["failed", "Failed", "train"],
-        ["new", "Pending", "-"],
-        ["running", "Running", "train"],
-        ["stalled", "Stalled", "validate"],
-        ["succeeded", "Succeeded", "-"],
-    ]
-    cost = reader("cost")
-    assert (cost.returncode, "you may not list configmaps in the whole cluster" in cost.stdout) == (0, True)
-
-
 def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
     few, all_rights = caller.with_rights((JOB,)), caller.with_rights((JOB, PODS, EVENTS, PROFILE))
     done = few("explain job/stalled -o json")
@@ -148,13 +131,6 @@ def test_a_diagnosis_says_what_it_could_not_see(caller: Caller) -> None:
     assert patched["spec"]["data"]["format"] == "Text"
     failed = json.loads(all_rights("explain job/failed -o json").stdout)
     assert (failed["word"], failed["patch"]) == ("DeviceOutOfMemory", {"spec": {"training": {"microBatchSize": 2}}})
-
-
-def test_logs_say_what_is_missing(caller: Caller) -> None:
-    # Nothing runs pods here: that none has a log is the API server's own answer.
-    user = caller.with_rights((JOB, PODS, LOG))
-    done = user("logs running")
-    assert (done.returncode, "no container of these pods has run yet (running-train-1-0: Pending)" in done.stderr) == (3, True)
 
 
 def test_the_pod_that_reads_a_workspace_is_admitted_and_deleted(caller: Caller) -> None:

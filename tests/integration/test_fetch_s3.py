@@ -1,7 +1,5 @@
 """The fetch role against a real S3 server."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,6 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.credentials import Credentials
 from finetune_trainer.errors import DataError, TrainerError
 from finetune_trainer.fetch.bucket import BucketPrefix
-from finetune_trainer.fetch.source import SourceUnavailableError
 from finetune_trainer.network.retry import RetryPolicy
 from finetune_trainer.roles.fetch import fetch
 from tests.unit.finetune_job.rules.manifests import manifest
@@ -101,16 +98,6 @@ def test_what_is_not_there_is_named(signed: S3Server, tmp_path: Path, source: st
         fetch(context_of(signed, tmp_path, **{"data.source": source}), LOCAL, QUICK)
     assert caught.value.failure is FailureClass.USER_DATA
     assert source in str(caught.value)
-
-
-def test_an_object_that_changes_while_it_is_copied_is_not_mixed(signed: S3Server) -> None:
-    key = "changing/train.jsonl"
-    signed.upload("inputs", {key: WEIGHTS})
-    remote = BucketPrefix(signed.client(), BucketPath(bucket="inputs", prefix=key), "spec.data.source", DataError, signed=True)
-    [file] = remote.files()
-    signed.upload("inputs", {key: WEIGHTS[::-1]})
-    with pytest.raises(SourceUnavailableError, match="changed"):
-        list(remote.read(file, 0))
 
 
 def test_a_listing_of_more_than_one_page_is_whole(signed: S3Server) -> None:

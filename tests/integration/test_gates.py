@@ -1,7 +1,5 @@
 """The API server and the rule book: what the one refuses, the other refuses under the same id."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -19,11 +17,11 @@ from finetune_job.rules.rule import RuleContext
 from tests.integration.conftest import Installed
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.workload import Workload
+from tests.support.cases import table
 from tests.unit.finetune_job.rules.manifests import manifest
 from tests.unit.finetune_job.rules.test_book_verdicts import CASES
 
 pytestmark = pytest.mark.integration
-COMMIT = "0" * 40
 NO_SOURCE: dict[str, Any] = {"data.source": None}
 
 
@@ -31,38 +29,7 @@ def datasets(**dataset: str) -> dict[str, Any]:
     return NO_SOURCE | {"data.datasets": [{"source": "pvc://data/a.jsonl"}, dataset]}
 
 
-def held_out(**dataset: str) -> dict[str, Any]:
-    return {"data.validation": dataset}
-
-
-ELSEWHERE: list[dict[str, Any]] = [
-    # the same conditions at the other places of the spec
-    *(
-        place(**dataset)
-        for place in (datasets, held_out)
-        for dataset in (
-            {"source": "hf://datasets/org/set"},
-            {"source": "pvc://data/b.jsonl", "revision": COMMIT},
-            {"source": "hf://org/set", "revision": COMMIT},
-            {"source": "pvc://data/../b.jsonl"},
-            {"source": "hf://datasets/org", "revision": COMMIT},
-        )
-    ),
-    {"data.source": "hf://org/set", "data.revision": COMMIT},
-    {"data.source": "hf://datasets/org/set"},
-    {"data.source": "pvc://data/a.jsonl", "data.revision": COMMIT},
-    {"data.source": "pvc://data/./a.jsonl"},
-    {"data.source": "hf://datasets/org/", "data.revision": COMMIT},
-    {"model.source": "pvc://models/.."},
-    {"model.source": "hf://datasets/org", "model.revision": COMMIT},
-    {"model.source": "pvc://models/a", "model.revision": COMMIT},
-    {"output.destination": "s3://bucket/../a"},
-    {"output.destination": "hf://datasets/org"},
-    {"training.adamBeta2": "1.000"},
-    {"method.lora.modulesToSave": ["a b"]},
-    {"merge.base": "Trained"},
-    {"merge.base": "Dequantized"},
-]
+ELSEWHERE: list[dict[str, Any]] = table(__file__, "ELSEWHERE")
 
 
 def job(spec: Document) -> Document:
@@ -143,12 +110,7 @@ def test_a_plain_manifest_is_taken(workload: Workload) -> None:
 
 
 def test_a_profile_without_resources_has_those_of_the_models(installed: Installed) -> None:
-    body = {
-        "apiVersion": API_VERSION,
-        "kind": PROFILE_KIND,
-        "metadata": {"name": "bare"},
-        "spec": {"trainerImage": "trainer"},
-    }
+    body = {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": "bare"}, "spec": {"trainerImage": "trainer"}}
     installed.kube.create(PROFILE_KIND, "", body)
     try:
         stored = installed.kube.get(PROFILE_KIND, "", "bare")

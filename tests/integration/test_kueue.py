@@ -1,10 +1,8 @@
-"""Kueue's documented part, played against the real Job controller: one test for each trap that it sets for the owner of a Job.
+"""Kueue's documented part, played against the real Job controller: tests of the traps that it sets for the owner of a Job.
 
 Here the test is Kueue: it suspends Jobs and lets them go, puts node selectors and tolerations into them, and keeps a Workload for
 each. https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -205,20 +203,6 @@ def test_what_a_flavor_puts_into_a_job_stays_there(workload: Workload, operator:
     assert after["spec"]["template"]["spec"]["nodeSelector"] == {"pool": "spot"}
 
 
-def test_the_reason_is_the_workloads_own(workload: Workload, operator: OperatorFactory, kueue: Kueue) -> None:
-    """Trap 6: "a queue holds the Job back" is not an answer."""
-    workload.apply(run={"queueName": "gpus"})
-    operator()
-    workload.succeed(Role.PREFLIGHT)
-    kueue.hold(Role.TRAIN)
-    kueue.says(Role.TRAIN, 0, "ExceedsMaxQuota", "requests 8 GPUs, and the queue has no more than 4")
-    found = queued(workload, "Trained", "requests 8 GPUs")
-    assert found["message"] == "Queue gpus: QuotaReserved (ExceedsMaxQuota): requests 8 GPUs, and the queue has no more than 4"
-    kueue.says(Role.TRAIN, 0, "WaitingForQuota", "position 1")
-    queued(workload, "Trained", "position 1")
-    assert workload.condition("Ready")["reason"] == "Queued"
-
-
 def test_a_preemption_is_an_interruption_that_counts_for_nothing(
     workload: Workload, operator: OperatorFactory, kueue: Kueue
 ) -> None:
@@ -246,31 +230,30 @@ def test_a_preemption_is_an_interruption_that_counts_for_nothing(
 def test_training_keeps_its_place_while_preflight_runs(workload: Workload, operator: OperatorFactory, kueue: Kueue) -> None:
     """Kueue orders by creation: `kueue.queueDuringPreflight` of a profile. The chart gives the right to it on request."""
     kube, profile = workload.kube, f"gated-{workload.namespace}"
-    default = kube.get("FineTuneProfile", "", "default")
-    assert default is not None
-    spec = default["spec"] | {"kueue": {"queueDuringPreflight": True}}
-    kube.create("FineTuneProfile", "", {**default, "metadata": {"name": profile}, "spec": spec})
-    workload.apply(profile=profile, run={"queueName": "gpus"})
-    operator()
-    held = kueue.job(Role.TRAIN)
-    assert held["metadata"]["annotations"][GATES] == "finetune.dev/preflight"
-    assert held["spec"]["suspend"] is True
-    assert workload.condition("Prepared")["status"] == "Unknown"
-    workload.succeed(Role.PREFLIGHT)
-    told = workload.wait_for("Stalled", "True", "CreateRefused")
-    assert 'cannot patch resource "jobs" in API group "batch"' in told["message"]
-    rule = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["patch"]}
-    kube.create("Role", workload.namespace, {"metadata": {"name": "gates"}, "rules": [rule]})
-    account = {"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}
-    reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "gates"}
-    kube.create("RoleBinding", workload.namespace, {"metadata": {"name": "gates"}, "roleRef": reference, "subjects": [account]})
-    workload.wait(lambda: GATES not in kueue.job(Role.TRAIN)["metadata"]["annotations"], "the gate to be taken off")
-    workload.wait_for("Stalled", "False")
-    queued(workload, "Trained", "queue holds the Job back")
-    assert workload.pods(Role.TRAIN) == []
-    kueue.admit(Role.TRAIN)
-    workload.succeed(Role.TRAIN)
-    workload.wait_for("Trained")
-    assert kueue.job(Role.TRAIN)["metadata"]["uid"] == held["metadata"]["uid"]
-    assert workload.status()["attempt"] == 0
-    kube.delete("FineTuneProfile", "", profile)
+    spec = workload.default_profile() | {"kueue": {"queueDuringPreflight": True}}
+    with workload.profile(profile, **spec):
+        workload.apply(profile=profile, run={"queueName": "gpus"})
+        operator()
+        held = kueue.job(Role.TRAIN)
+        assert held["metadata"]["annotations"][GATES] == "finetune.dev/preflight"
+        assert held["spec"]["suspend"] is True
+        assert workload.condition("Prepared")["status"] == "Unknown"
+        workload.succeed(Role.PREFLIGHT)
+        told = workload.wait_for("Stalled", "True", "CreateRefused")
+        assert 'cannot patch resource "jobs" in API group "batch"' in told["message"]
+        rule = {"apiGroups": ["batch"], "resources": ["jobs"], "verbs": ["patch"]}
+        kube.create("Role", workload.namespace, {"metadata": {"name": "gates"}, "rules": [rule]})
+        account = {"kind": "ServiceAccount", "name": RELEASE, "namespace": SYSTEM}
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "gates"}
+        kube.create(
+            "RoleBinding", workload.namespace, {"metadata": {"name": "gates"}, "roleRef": reference, "subjects": [account]}
+        )
+        workload.wait(lambda: GATES not in kueue.job(Role.TRAIN)["metadata"]["annotations"], "the gate to be taken off")
+        workload.wait_for("Stalled", "False")
+        queued(workload, "Trained", "queue holds the Job back")
+        assert workload.pods(Role.TRAIN) == []
+        kueue.admit(Role.TRAIN)
+        workload.succeed(Role.TRAIN)
+        workload.wait_for("Trained")
+        assert kueue.job(Role.TRAIN)["metadata"]["uid"] == held["metadata"]["uid"]
+        assert workload.status()["attempt"] == 0

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from tests.support.prometheus import Document, Prometheus, rendered, rendered_ru
 from tools import dashboards
 from tools.cluster.errors import wait_until
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 ADDRESS = "127.0.0.77"
 """Of rank 0, for the operator."""
 DEADLINE = 120.0
@@ -54,9 +54,7 @@ def recorded_training(claims: Path) -> list[Answer]:
     from tests.support.tiny_model import run_context, tiny_spec
 
     spec = tiny_spec(
-        training={"maxSteps": 100_000, "globalBatchSize": 4},
-        parallelism={"processesPerNode": 2},
-        checkpoint={"everySteps": 20},
+        training={"maxSteps": 100_000, "globalBatchSize": 4}, parallelism={"processesPerNode": 2}, checkpoint={"everySteps": 20}
     )
     context = run_context(claims, spec)
     arguments = {
@@ -158,41 +156,34 @@ def apply_jobs(workload: Workload, profile: str) -> None:
 
 
 def test_every_query_has_data(workload: Workload, operator: OperatorFactory, tmp_path: Path) -> None:
-    profile, namespace = f"gpus-{workload.namespace}", workload.namespace
-    body = {
-        "trainerImage": "registry.test/trainer@sha256:" + "0" * 64,
-        "gpu": {"pricePerHour": "2.50"},
-        "pods": {"train": {"queueName": "gpus"}},
-    }
-    kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile"}
-    workload.kube.create("FineTuneProfile", "", {**kind, "metadata": {"name": profile}, "spec": body})
-    pod_of_rank_0 = f"tune-train-0-0-{'x' * 5}"
+    profile, namespace, pod_of_rank_0 = f"gpus-{workload.namespace}", workload.namespace, f"tune-train-0-0-{'x' * 5}"
     lines = "\n".join(EXPORTED) % {"gpu": GPU_LABELS, "namespace": namespace, "pod": pod_of_rank_0} + "\n"
     exporter = HttpServer("127.0.0.1", 0, {"/metrics": lambda: Answer(lines.encode(), "text/plain")}, name="exporter")
-    exporter.start()
     told = Progress(attempt=0, step=3, total_steps=4, loss=1.5, eval_loss=1.6, tokens_per_second=10.0, goodput=0.9)
-    try:
-        with rank_zero(ADDRESS, told), replayed(recorded_training(tmp_path / "claims")) as rank_0:
-            process = operator()
-            port = int(process.wait_for_line("listening")["port"])
-            process.wait_for_line("ready")
-            targets = [
-                target("operator", port, {"namespace": "finetune-system", "pod": "operator-7d4"}, operators_monitor()),
-                target("rank-0", rank_0, {"namespace": namespace, "pod": pod_of_rank_0, "name": "tune"}, {}),
-                target("exporters", exporter.address[1], {}, {}, honors=True),
-            ]
-            with running_prometheus(tmp_path / "prometheus", free_port(), targets, rendered_rules()) as prometheus:
-                apply_jobs(workload, profile)
-                _ends(workload, prometheus)
-                _has_data(prometheus, namespace)
-    finally:
-        exporter.stop()
-        workload.kube.delete("FineTuneProfile", "", profile)
+    with (
+        workload.profile(profile, gpu={"pricePerHour": "2.50"}, pods={"train": {"queueName": "gpus"}}),
+        rank_zero(ADDRESS, told),
+        replayed(recorded_training(tmp_path / "claims")) as rank_0,
+        ExitStack() as stack,
+    ):
+        exporter.start()
+        stack.callback(exporter.stop)
+        process = operator()
+        port = int(process.wait_for_line("listening")["port"])
+        process.wait_for_line("ready")
+        targets = [
+            target("operator", port, {"namespace": "finetune-system", "pod": "operator-7d4"}, operators_monitor()),
+            target("rank-0", rank_0, {"namespace": namespace, "pod": pod_of_rank_0, "name": "tune"}, {}),
+            target("exporters", exporter.address[1], {}, {}, honors=True),
+        ]
+        prometheus = stack.enter_context(running_prometheus(tmp_path / "prometheus", free_port(), targets, rendered_rules()))
+        apply_jobs(workload, profile)
+        _ends(workload, prometheus)
+        _has_data(prometheus, namespace)
 
 
 def _ends(workload: Workload, prometheus: Prometheus) -> None:
     """Two jobs are restarted, one of them succeeds, a third fails, once Prometheus has seen that there was nothing before."""
-    # The release's accounts also have what other tests ran.
     ours = f'namespace="{workload.namespace}"'
     workload.wait(lambda: prometheus.query(f'finetune_jobs_total{{reason="Completed",{ours}}}'), "counters with zero")
     workload.wait(lambda: workload.status("tune").get("progress"), "what rank 0 says of its progress")
@@ -221,7 +212,7 @@ def _ends(workload: Workload, prometheus: Prometheus) -> None:
 
 def _has_data(prometheus: Prometheus, namespace: str) -> None:
     variables = {"$namespace": namespace, "$job": "tune", "$team": namespace}
-    asked = [(board.name, *one) for board in dashboards.DASHBOARDS for one in dashboards.queries(board)]
+    asked = [(board, *query) for board in dashboards.DASHBOARDS for query in dashboards.queries(board)]
     asked += [("rules", rule["record"], rule["record"]) for rule in rendered_rules()["groups"][0]["rules"]]
     missing: dict[tuple[str, str, str], Any] = {}
 
@@ -243,7 +234,7 @@ def _has_data(prometheus: Prometheus, namespace: str) -> None:
         raise
     print(f"{len(asked)} queries have data")
     # What a new pod of the operator continues has no name of a pod.
-    (series,) = prometheus.query(f'finetune_jobs_total{{result="Succeeded",namespace="{namespace}"}}')
+    (series,) = prometheus.query(f'finetune_job_gpu_seconds{{name="tune",outcome="lost",namespace="{namespace}"}}')
     assert (series["metric"]["instance"], series["metric"]["pod"]) == ("tuning-finetune-operator",) * 2
     assert series["metric"]["namespace"] == namespace
     assert prometheus.query("finetune_leading")[0]["metric"]["pod"] == "operator-7d4"

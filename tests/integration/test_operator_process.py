@@ -57,47 +57,6 @@ def test_sigkill_at_every_stage_neither_doubles_nor_loses_anything(workload: Wor
     assert process.terminate() == 0
 
 
-def test_sigkill_right_after_each_write(workload: Workload, operator: OperatorFactory) -> None:
-    """Killed as soon as anything new is seen on the server, in the middle of whatever pass wrote it."""
-    process = operator()
-    process.wait_for_line("ready")
-    versions: set[str] = set()
-
-    def something_new() -> bool:
-        now = {
-            item["metadata"]["resourceVersion"]
-            for kind in ("FineTuneJob", "ConfigMap", "Job", "Service")
-            for item in workload.kube.list(kind, workload.namespace)
-            if item["metadata"]["name"].startswith("tune")
-        }
-        fresh = bool(now - versions)
-        versions.update(now)
-        return fresh
-
-    workload.apply()
-    for _ in range(5):
-        workload.wait(something_new, "a write")
-        process.kill()
-        something_new()
-        process.start()
-        if workload.batch_jobs(Role.PREFLIGHT):
-            break
-    workload.succeed(Role.PREFLIGHT)
-    workload.wait_for_pods(Role.TRAIN)
-    assert len(workload.batch_jobs(Role.PREFLIGHT)) == 1
-    assert len(workload.batch_jobs(Role.TRAIN)) == 1
-
-
-def test_pod_that_failed_while_no_operator_ran_is_found(workload: Workload, operator: OperatorFactory) -> None:
-    workload.apply()
-    process = operator()
-    workload.wait_for_pods(Role.PREFLIGHT)
-    process.kill()
-    workload.succeed(Role.PREFLIGHT)
-    process.start()
-    workload.wait_for("Prepared")
-
-
 def test_progress_of_rank_zero_reaches_the_status(workload: Workload, operator: OperatorFactory) -> None:
     workload.apply()
     operator()
@@ -186,15 +145,6 @@ def test_one_of_two_replicas_leads_and_the_other_takes_over(workload: Workload, 
     workload.succeed(Role.PREFLIGHT)
     workload.wait_for_pods(Role.TRAIN)
     assert not second.lines("pass failed unexpectedly")
-
-
-def test_holder_of_a_lost_lease_ends(workload: Workload, operator: OperatorFactory) -> None:
-    process = operator()
-    process.wait_for_line("ready")
-    taken = {"spec": {"holderIdentity": "somebody-else", "leaseDurationSeconds": 1}}
-    workload.kube.patch("Lease", SYSTEM, RELEASE, taken)
-    assert process.process.wait(120) == 1
-    assert process.lines("lease lost: another replica may work from now on, this one ends")
 
 
 def test_operator_started_before_its_definitions_exist(

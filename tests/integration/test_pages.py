@@ -27,7 +27,7 @@ from tools.cluster.control_plane import ControlPlane
 from tools.cluster.errors import wait_until
 from tools.cluster.requirements import install_packages
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 PAGES = ROOT / "docs" / "how-to" / "platform"
 OF_32 = {"maxSteps": 4, "globalBatchSize": 32}
 SYSTEM, NAME = "finetune-system", "finetune-finetune-operator"

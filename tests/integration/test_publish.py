@@ -1,7 +1,5 @@
 """The publish role against real servers, an OCI registry and an S3 server, undisturbed and with faults in between."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -251,7 +249,7 @@ def test_objects_of_somebody_else_are_refused(open_place: Callable[[str], Place]
 
 
 def test_a_real_store_refuses_to_overwrite_what_came_meanwhile(s3: S3Server) -> None:
-    bucket, key = Bucket(s3.client(), BUCKET, threading.Event(), signed=True), "meanwhile/model.safetensors"
+    bucket, key = Bucket(s3.client(), BUCKET, threading.Event(), RetryPolicy(), signed=True), "meanwhile/model.safetensors"
     upload = bucket.create_upload(key, "0")
     tags = {1: bucket.upload_part(key, upload, 1, b"of the slow one")}
     bucket.put(key, b"of the fast one", "1")
@@ -265,12 +263,12 @@ def test_a_real_store_refuses_to_overwrite_what_came_meanwhile(s3: S3Server) -> 
 @pytest.mark.parametrize(
     ("status", "headers", "cut_at"),
     [
-        (500, {}, None),
+        pytest.param(500, {}, None, marks=pytest.mark.nightly),
         (503, {}, None),
         (429, {"Retry-After": "0"}, None),
-        (None, {}, Moment.ARRIVED),
+        pytest.param(None, {}, Moment.ARRIVED, marks=pytest.mark.nightly),
         (None, {}, Moment.HALF),
-        (None, {}, Moment.DONE),
+        pytest.param(None, {}, Moment.DONE, marks=pytest.mark.nightly),
     ],
 )
 def test_faults_that_pass_are_waited_for(
@@ -292,32 +290,27 @@ def test_faults_that_pass_are_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "words"),
-    [(503, {}, "HTTP status 503"), (429, {"Retry-After": "3600"}, "HTTP status 429")],
+    ("status", "headers", "cut_at", "words"),
+    [
+        (503, {}, None, "HTTP status 503"),
+        (429, {"Retry-After": "3600"}, None, "HTTP status 429"),
+        (None, {}, Moment.HALF, ""),
+        *(pytest.param(None, {}, moment, "", marks=pytest.mark.nightly) for moment in (Moment.ARRIVED, Moment.DONE)),
+    ],
 )
 def test_a_destination_that_stays_broken_ends_the_attempt_and_the_next_one_sends_what_is_missing(
-    place: Place, status: int, headers: dict[str, str], words: str
+    place: Place, status: int | None, headers: dict[str, str], cut_at: Moment | None, words: str
 ) -> None:
     context = place.context(weight_bytes=LARGE)
-    place.proxy.fail(LAST_LINE[place.kind](context), 99, status=status, headers=headers)
+    line = CHUNK_LINE[place.kind] if cut_at else LAST_LINE[place.kind](context)
+    place.proxy.fail(line, 99, status=status, headers=headers, cut_at=cut_at)
     error = failure(place, context)
     assert isinstance(error, DestinationUnavailableError)
     assert words in str(error)
     assert not is_complete(place.visible("v1"))
     place.proxy.faults.clear()
-    assert int(brought(place, context)["bytes_sent"]) < PIECE_BYTES
-    assert place.visible("v1") == published_files(context)
-
-
-@pytest.mark.parametrize("moment", Moment)
-def test_a_line_that_always_breaks_ends_the_attempt(place: Place, moment: Moment) -> None:
-    context = place.context(weight_bytes=LARGE)
-    place.proxy.fail(CHUNK_LINE[place.kind], 99, cut_at=moment)
-    error = failure(place, context)
-    assert isinstance(error, DestinationUnavailableError)
-    assert not is_complete(place.visible("v1"))
-    place.proxy.faults.clear()
-    brought(place, context)
+    sent = int(brought(place, context)["bytes_sent"])
+    assert cut_at or sent < PIECE_BYTES
     assert place.visible("v1") == published_files(context)
 
 

@@ -1,8 +1,5 @@
 """Who may do what: the API server's own answers, as docs/reference/rights.md has them."""
 
-from __future__ import annotations
-
-import json
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,54 +14,18 @@ from tests.integration.command_rights import page_section
 from tests.integration.conftest import CHART, RELEASE, SYSTEM, Installed
 from tests.integration.kube import Kube, RefusedError
 from tests.integration.workload import Workload
+from tests.support.cases import table as rows
 from tests.support.documented import doctor_roles
-from tests.support.installed_chart import CLUSTER_NAME
+from tests.support.installed_chart import CLUSTER_NAME, as_account
 from tools.cluster.errors import wait_until
 
 pytestmark = pytest.mark.integration
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "rights.md"
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "deletecollection")
-IN_NAMESPACES: Mapping[str, tuple[str, ...]] = {
-    "finetunejobs.finetune.dev": VERBS,
-    "finetunejobs.finetune.dev/status": VERBS,
-    "finetunejobs.finetune.dev/finalizers": VERBS,
-    "namespaces": VERBS,
-    "secrets": VERBS,
-    "configmaps": VERBS,
-    "services": VERBS,
-    "persistentvolumeclaims": (*VERBS, "read", "use"),
-    "pods": VERBS,
-    "pods/exec": ("get", "create"),
-    "pods/attach": ("get", "create"),
-    "pods/portforward": ("get", "create"),
-    "pods/ephemeralcontainers": ("update", "patch"),
-    "pods/log": ("get",),
-    "jobs.batch": VERBS,
-    "deployments.apps": VERBS,
-    "workloads.kueue.x-k8s.io": VERBS,
-    "networkpolicies.networking.k8s.io": VERBS,
-    "events": VERBS,
-    "leases.coordination.k8s.io": VERBS,
-    "serviceaccounts": (*VERBS, "impersonate"),
-    "serviceaccounts/token": ("create",),
-    "roles.rbac.authorization.k8s.io": (*VERBS, "bind", "escalate"),
-    "rolebindings.rbac.authorization.k8s.io": VERBS,
-}
-OF_THE_CLUSTER: Mapping[str, tuple[str, ...]] = {
-    "finetuneprofiles.finetune.dev": (*VERBS, "use"),
-    "finetuneprofiles.finetune.dev/status": VERBS,
-    "namespaces": VERBS,
-    "nodes": VERBS,
-    "nodes/proxy": ("get", "create"),
-    "persistentvolumes": VERBS,
-    "clusterroles.rbac.authorization.k8s.io": (*VERBS, "bind", "escalate"),
-    "clusterrolebindings.rbac.authorization.k8s.io": VERBS,
-    "customresourcedefinitions.apiextensions.k8s.io": VERBS,
-    "validatingadmissionpolicies.admissionregistration.k8s.io": VERBS,
-    "validatingwebhookconfigurations.admissionregistration.k8s.io": VERBS,
-    "users": ("impersonate",),
-    "groups": ("impersonate",),
-}
+IN_NAMESPACES, OF_THE_CLUSTER = (
+    {resource: tuple(verbs.replace("all", " ".join(VERBS)).split()) for resource, verbs in rows(__file__, name).items()}
+    for name in ("IN_NAMESPACES", "OF_THE_CLUSTER")
+)
 NEVER = {"secrets", "pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "serviceaccounts/token"} | {
     name for name in OF_THE_CLUSTER if not name.startswith("finetuneprofiles.") and name != "namespaces"
 }
@@ -155,12 +116,9 @@ def test_doctor_needs_the_rights_that_are_documented_and_no_fewer(
     """All but those of its two pods, which no node here would run: tests/e2e has them."""
     kube, (cluster_role, _) = installed.kube, doctor_roles(workload.namespace)
     kube.create("ServiceAccount", workload.namespace, {"metadata": {"name": "doctor"}})
-    token = installed.cluster.kubectl("create", "token", "doctor", "--namespace", workload.namespace).strip()
-    config = json.loads(installed.operator_kubeconfig.read_text())
-    config["users"][0]["user"]["token"] = token
-    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    kubeconfig = as_account(installed.cluster, "doctor", workload.namespace, tmp_path)
     # The client reads KUBECONFIG when it is imported.
-    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
     subject = {"kind": "ServiceAccount", "name": "doctor", "namespace": workload.namespace}
     facts_of = {
         "apps": lambda facts: facts.operators,

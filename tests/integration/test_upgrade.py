@@ -1,7 +1,5 @@
 """From the chart before to this one and back: jobs, definitions and profiles stay the objects that they are."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 objects. And all of them wrong: each is refused by its name.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -18,95 +16,12 @@ from tests.integration.conftest import CHART, Installed
 from tests.integration.kube import Document, Kube, RefusedError
 from tests.integration.monitoring_definitions import GROUP, SPECS, definitions
 from tests.integration.pairwise import pairwise
+from tests.support.cases import table
 from tests.support.prometheus import rendered
 from tools.cluster.errors import ClusterError, wait_until
 
 pytestmark = pytest.mark.integration
-DIGEST = "sha256:" + "0" * 64
-TOLERATION = {"key": "team.example/gpu", "operator": "Exists", "effect": "NoSchedule"}
-SPREAD = {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
-PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
-LABELS = {"team.example/owner": "ml"}
-NODES = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "disk", "operator": "Exists"}]}]}
-SAMPLES: Mapping[str, list[Any]] = {
-    "global.imageRegistry": ["", "mirror.example:5000/hub"],
-    "global.imagePullSecrets": [[], [{"name": "mirror"}]],
-    "nameOverride": ["", "tuning"],
-    "fullnameOverride": ["", "n" * 52],
-    "commonLabels": [{}, LABELS],
-    "commonAnnotations": [{}, {"team.example/note": 'two words: "quoted"'}],
-    "image.registry": ["", "registry.example"],
-    "image.repository": ["finetune-operator", "team/finetune-operator"],
-    "image.tag": ["", "1.2.3"],
-    "image.digest": ["", DIGEST],
-    "imagePullSecrets": [[], [{"name": "login"}]],
-    "trainerImage.registry": ["", "registry.example:5000"],
-    "trainerImage.repository": ["finetune-trainer", "team/finetune-trainer"],
-    "trainerImage.tag": ["", "1.2.3"],
-    "trainerImage.digest": ["", DIGEST],
-    "namespaces": [[], ["matrix-a", "matrix-b"]],
-    "resources.requests": [{"cpu": "100m", "memory": "256Mi"}, {"cpu": 1}],
-    "resources.limits": [{"memory": "512Mi"}, {}],
-    "runAsUser": [None, 1000650000],
-    "nodeSelector": [{}, {"kubernetes.io/os": "linux"}],
-    "tolerations": [[], [TOLERATION]],
-    "affinity": [{}, {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": NODES}}],
-    "topologySpreadConstraints": [[], [SPREAD]],
-    "runtimeClassName": ["", "gvisor"],
-    "strategy.maxSurge": [1, "50%"],
-    "strategy.maxUnavailable": [0, 1],
-    "probes.liveness": [{"periodSeconds": 20, "timeoutSeconds": 5}, {"initialDelaySeconds": 30}],
-    "probes.readiness": [{"periodSeconds": 5, "timeoutSeconds": 5}, {"failureThreshold": 9}],
-    "priorityClassName": ["", "system-cluster-critical"],
-    "podLabels": [{}, LABELS],
-    "podAnnotations": [{}, {"prometheus.io/scrape": "true"}],
-    "extraArgs": [[], ["--log-level=debug"]],
-    "extraEnv": [[], [{"name": "TZ", "value": "UTC"}]],
-    "extraVolumes": [[], [{"name": "more", "emptyDir": {}}]],
-    "extraVolumeMounts": [[], [{"name": "tmp", "mountPath": "/more"}]],
-    "proxy.httpProxy": ["", "http://proxy.example:3128"],
-    "proxy.httpsProxy": ["", "http://proxy.example:3128"],
-    "proxy.noProxy": ["", "10.0.0.0/8,.svc"],
-    "caBundle.configMap": ["", "company-ca"],
-    "caBundle.key": ["ca.crt", "bundle.pem"],
-    "metrics.tls.secretName": ["", "metrics-tls"],
-    "serviceAccount.name": ["", "tuner"],
-    "serviceAccount.annotations": [{}, {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/x"}],
-    "profiles": [
-        {"default": {"fsGroup": 65532}},
-        {"default": None},
-        {"default": {"gpu": {"memory": "80Gi"}}, "small": {"maxActiveJobs": 2, "trainerImage": "registry.example/other:1"}},
-    ],
-    "userRoles.profileReaders": [[], ["system:authenticated"]],
-    "admission.trustedUsers": [[], ["system:serviceaccount:argocd:argocd-application-controller"]],
-    "admission.trustedGroups": [[], ['it\'s "quoted"']],
-    "admission.trustedNamespaceLabel": ["", "team.example/gitops"],
-    "admission.operator.images": [[], ["registry.example/team", ""]],
-    "metrics.service.annotations": [{}, {"team.example/scrape": "true"}],
-    "metrics.serviceMonitor.labels": [{}, {"release": "kube-prometheus-stack"}],
-    "metrics.serviceMonitor.interval": ["30s", "1m"],
-    "metrics.podMonitor.labels": [{}, {"release": "kube-prometheus-stack"}],
-    "metrics.podMonitor.interval": ["30s", "500ms"],
-    "metrics.prometheusRule.labels": [{}, {"release": "kube-prometheus-stack"}],
-    "metrics.prometheusRule.alerts": [
-        {},
-        {"FineTuneGPUIdle": {"for": "1h", "severity": "critical"}, "FineTuneXidError": {"enabled": False}},
-    ],
-    "metrics.prometheusRule.runbooks": ["docs/how-to/runbooks.md", "https://runbooks.example/finetune"],
-    "metrics.dashboards.labels": [{"grafana_dashboard": "1"}, {}],
-    "networkPolicy.apiServerCIDRs": [["0.0.0.0/0"], ["10.0.0.1/32", "fd00::/8"]],
-    "networkPolicy.apiServerPorts": [[443, 6443], [443]],
-    "networkPolicy.metricsFrom": [[], [PEER]],
-    "networkPolicy.dnsTo": [[], [PEER]],
-    "test.job": [{}, {"model": {"source": "pvc://models/a"}, "workspace": {"claimName": "work"}, "profile": "h100"}],
-    "extraObjects": [
-        [],
-        [
-            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "more"}},
-            "{apiVersion: v1, kind: ConfigMap, metadata: {name: {{ .Release.Name }}-more}}",
-        ],
-    ],
-}
+SAMPLES: Mapping[str, list[Any]] = table(__file__, "SAMPLES")
 """Of values that are no flags, choices or numbers: the default and others."""
 FREE_KEYS = ("matchLabels", "labels", "annotations")
 """Of the Prometheus operator's kinds: maps whose keys the user chooses."""
@@ -197,6 +112,7 @@ def is_served(kube: Kube, name: str) -> bool:
     return True
 
 
+@pytest.mark.nightly
 def test_any_two_values_together_make_objects_that_the_api_server_takes(
     installed: Installed, monitoring: Kube, tmp_path: Path
 ) -> None:
@@ -271,24 +187,12 @@ def test_a_wrong_field_or_type_in_a_monitor_or_rule_is_refused(monitoring: Kube)
     assert tried > 60
 
 
-def test_the_definitions_are_rendered_with_and_without_keeping_them(installed: Installed, tmp_path: Path) -> None:
-    for keep in (True, False):
-        documents = template(installed, {"crds": {"keep": keep}}, tmp_path / "values.json")
-        kept = [
-            "helm.sh/resource-policy" in (each["metadata"].get("annotations") or {})
-            for each in documents
-            if each["kind"].startswith("CustomRes")
-        ]
-        assert kept == [keep, keep]
-
-
-def is_text_or_free(said: Mapping[str, Any]) -> bool:
-    return "enum" not in said and said.get("type", "object") in ("string", "object")
-
-
 def test_every_value_of_a_wrong_type_and_every_unknown_name_is_refused_by_name(installed: Installed, tmp_path: Path) -> None:
     known = dict(leaves(schema()))
-    wrong = {place: 5 if is_text_or_free(said) else {"surprise": []} for place, said in known.items()}
+    wrong = {
+        place: 5 if "enum" not in said and said.get("type", "object") in ("string", "object") else {"surprise": []}
+        for place, said in known.items()
+    }
     with pytest.raises(ClusterError) as refused:
         template(installed, nested(wrong), tmp_path / "values.json")
     named = {path.replace("/", ".") for path in re.findall(r"at '/([^']+)'", str(refused.value))}

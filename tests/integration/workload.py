@@ -1,9 +1,8 @@
 """What a test does to a namespace: claims, jobs, and pod outcomes as a kubelet would report them."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -51,6 +50,23 @@ class Workload:
     def apply_leniently(self, name: str = "tune", **changes: Any) -> Document:
         """As a client does that does not ask for field validation: unknown fields are pruned without a word."""
         return self.kube.create("FineTuneJob", self.namespace, _job(name, changes), validation="Ignore")
+
+    @contextmanager
+    def profile(self, name: str, **spec: Any) -> Iterator[None]:
+        """Create a FineTuneProfile, which is deleted at the end."""
+        kind = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneProfile", "metadata": {"name": name}}
+        self.kube.create("FineTuneProfile", "", {**kind, "spec": {"trainerImage": "registry.test/trainer:1", **spec}})
+        try:
+            yield
+        finally:
+            self.kube.delete("FineTuneProfile", "", name)
+
+    def default_profile(self) -> dict[str, Any]:
+        """The spec of the profile that the chart made."""
+        profile = self.kube.get("FineTuneProfile", "", "default")
+        assert profile is not None
+        spec: dict[str, Any] = profile["spec"]
+        return spec
 
     def job(self, name: str = "tune") -> Document:
         """The FineTuneJob."""

@@ -5,8 +5,6 @@ at other moments; the seed also decides which case a run is of. Run N of a seed 
 at a given second depends on the machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil
@@ -65,22 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(
-    arguments: argparse.Namespace,
-    number: int,
-    signal: str,
-    bases: dict[int, Undisturbed],
-    directory: Path,
-    num_cases: int,
+    arguments: argparse.Namespace, number: int, signal: str, bases: dict[int, Undisturbed], directory: Path, num_cases: int
 ) -> Outcome:
     base = bases[number % num_cases]
     random = Random(f"{arguments.seed}/{number}/{signal}")
     start = time.monotonic()
     outcome = disturbed(
-        base,
-        directory / f"run-{number}-{signal}",
-        random,
-        deadly=signal == "SIGKILL",
-        is_real=number % REAL_EVERY == 0,
+        base, directory / f"run-{number}-{signal}", random, deadly=signal == "SIGKILL", is_real=number % REAL_EVERY == 0
     )
     verdict = f"{outcome.problem or 'identical'}, {time.monotonic() - start:.0f} s"
     print(f"run {number:>3} {signal} {outcome.case}{' by torchrun' if outcome.is_real else ''}: {verdict}", flush=True)

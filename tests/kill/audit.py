@@ -5,8 +5,6 @@ has one interval drawn that the change can be seen in. One try in so many change
 program itself, which starts torchrun; the ranks of the others are forked. Try N of a seed always makes the same change.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ It has two processes: one that waits for findings, and a fork of it that writes.
 other one with it; a call that the other makes kills that one alone.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -15,9 +13,8 @@ from random import Random
 from finetune_trainer.context import RunContext
 from finetune_trainer.preflight import added_tokens
 from finetune_trainer.preflight.added_tokens import add_tokens
-from finetune_trainer.preflight.checks import JobInspection
 from finetune_trainer.processes import child
-from tests.kill.moments import Hook, Moment, OutputTo, random_moment
+from tests.kill.moments import Moment, OutputTo, hooks_of, random_moment
 from tests.support.forked_base import start_forked
 from tests.support.forked_ranks import run_processes
 
@@ -25,24 +22,7 @@ USUAL_SECONDS = 0.5
 """Once the server of forks runs."""
 MOST_ATTEMPTS = 40
 _ONLY = (0,)
-HOOKS: tuple[Hook, ...] = (
-    ("model.base_with_tokens:remove_made", 1, _ONLY),
-    ("model.base_with_tokens:read_checkpoint", 1, _ONLY),
-    ("model.base_with_tokens:copy_within", 2, _ONLY),
-    ("model.base_with_tokens:load_tokenizer", 2, _ONLY),
-    ("model.base_with_tokens:vocabulary_settings", 1, _ONLY),
-    ("model.base_with_tokens:write_with_rows", 1, _ONLY),
-    ("model.base_with_tokens:sync_file", 6, _ONLY),
-    ("model.base_with_tokens:publish_directory", 1, _ONLY),
-    ("model.base_with_tokens:write_durably", 1, _ONLY),
-    ("weights.added_rows:_write", 1, _ONLY),
-    ("weights.added_rows:_copy", 20, _ONLY),
-    ("weights.added_rows:_blocks", 4, _ONLY),
-    ("weights.added_rows:sync_file", 1, _ONLY),
-    ("files:sync_directory", 2, _ONLY),
-    ("preflight.added_tokens:parse_answer", 1, _ONLY),
-    ("preflight.added_tokens:read_added_tokens", 1, _ONLY),
-)
+HOOKS = hooks_of("BASE", _ONLY)
 
 
 def make_base(context: RunContext, log: Path, moments: Sequence[Moment] = ()) -> int:
@@ -99,6 +79,6 @@ def _add_tokens(context: RunContext, disturbances: Sequence[OutputTo | Moment]) 
     child.threads = lambda _pid: {}
     for each in disturbances:
         each.arm(0)
-    found = list(add_tokens(JobInspection(context)))
+    found, _ = add_tokens(context)
     print(found, flush=True)
     return 1 if found else 0

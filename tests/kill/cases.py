@@ -1,7 +1,5 @@
 """What is trained while it is killed: small runs that between them use every kind of state and of sharding."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -81,11 +79,7 @@ CASES = (
     Case("Full, FSDP2, sync", {**_FULL, "checkpoint": {"everySteps": 2, "asynchronous": False}}),
     Case(
         "Full, FSDP2, async, best",
-        {
-            **_FULL,
-            "training": {"learningRate": "1e-3"},
-            "evaluation": {"everySteps": 3, "loadBestModelAtEnd": True},
-        },
+        {**_FULL, "training": {"learningRate": "1e-3"}, "evaluation": {"everySteps": 3, "loadBestModelAtEnd": True}},
     ),
     Case("Full, FSDP1, async", {**_FULL, **_FSDP1}),
     Case("LoRA, added tokens, FSDP2", {"method": {"type": "LoRA", "lora": {"r": 4, **_FEW}}, **_ADDED}),

@@ -6,8 +6,6 @@ the disk is made to look as after a power cut: what was never synced is garbage.
 unless it holds everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -29,7 +27,7 @@ import torch
 from peft import LoraConfig
 from transformers import LlamaConfig
 
-from finetune_trainer.merge import chunks, journal, journal_writer, stream, workspaces
+from finetune_trainer.merge import chunks, journal, stream, workspaces
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.writer import journal_path, temporary_directory
 from tests.support.source_seed import add_seed
@@ -113,8 +111,8 @@ def in_child(work: Callable[[], None]) -> int:
 
 def merge(options: MergeOptions, moment: Moment, note: Path) -> None:
     """One attempt, in its own process. Notes what was resumed and the number of calls."""
-    chunks.CHUNK_BYTES = stream.CHUNK_BYTES = workspaces.CHUNK_BYTES = CHUNK_BYTES
-    journal_writer.JOURNAL_BYTES = JOURNAL_BYTES
+    chunks.CHUNK_BYTES = workspaces.CHUNK_BYTES = CHUNK_BYTES
+    stream.JOURNAL_BYTES = JOURNAL_BYTES
     calls = Calls(moment, note)
     if moment.seconds is not None:
         timer = threading.Timer(moment.seconds, calls.die, ("time",))

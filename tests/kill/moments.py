@@ -11,6 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tests.support.cases import table
 from tests.support.forked_ranks import before_call, wrap
 
 STAGES = {
@@ -28,27 +29,14 @@ ALL_STAGES = (BASE, STARTUP, "step", BETWEEN, "save", "evaluation", "export")
 Hook = tuple[str, int, tuple[int | None, ...]]
 """Function, most calls, and which ranks call it (None: all of them are hit)."""
 _EVERY_RANK, _FIRST = (0, 1, None), (0,)
-HOOKS: tuple[Hook, ...] = (
-    ("train.step:optimizer_step", 8, _EVERY_RANK),
-    ("train.step:seed_forward_pass", 16, _EVERY_RANK),
-    ("train.step:local_gradients", 8, _EVERY_RANK),
-    ("train.step:set_learning_rate", 8, _EVERY_RANK),
-    ("checkpoint.checkpoints:begin_save", 4, _EVERY_RANK),
-    ("checkpoint.checkpoints:commit_save", 4, _EVERY_RANK),
-    ("checkpoint.save:take_snapshot", 4, _EVERY_RANK),
-    ("checkpoint.save:write_rank_file", 4, _EVERY_RANK),
-    ("checkpoint.save:_header", 4, _EVERY_RANK),
-    ("checkpoint.save:write_durably", 8, _FIRST),
-    ("checkpoint.save:publish_directory", 4, _FIRST),
-    ("checkpoint.save:prune", 4, _FIRST),
-    ("checkpoint.retention:checkpoint_step", 12, _FIRST),
-    ("train.run:held_out_loss", 3, _EVERY_RANK),
-    ("checkpoint.checkpoints:load", 1, _EVERY_RANK),
-    ("checkpoint.load:verify_file", 2, _EVERY_RANK),
-    ("train.run:export", 1, _FIRST),
-    ("train.export:_write_manifest", 1, _FIRST),
-    ("train.export:publish_directory", 1, _FIRST),
-)
+
+
+def hooks_of(name: str, callers: tuple[int | None, ...]) -> tuple[Hook, ...]:
+    """Return the functions of a table of moments.yaml, which these ranks call."""
+    return tuple((function, calls, callers) for function, calls in table(__file__, name).items())
+
+
+HOOKS = (*hooks_of("EVERY_RANK", _EVERY_RANK), *hooks_of("FIRST_RANK", _FIRST))
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,6 @@ the client does not know it. After each kill a reader looks: SHA256SUMS, or the 
 a seed is killed at the same places each time.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

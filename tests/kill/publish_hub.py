@@ -5,8 +5,6 @@ Half of the kills come at a random time, half while a random request is on its w
 looked at afterwards, so no moment is missed. Run N of a seed is always killed in the same way, as far as the machine lets it.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """One run that is killed until it is done, and the comparison with the run that nobody touched."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -20,9 +18,8 @@ from random import Random
 import torch
 from safetensors.torch import load_file
 
-from finetune_cli.local.launch import free_port
 from finetune_job.api.training import GradientReduction
-from finetune_job.failures import EXIT_CODES, FailureClass
+from finetune_job.failures import EXIT_CODES, MOST_RESTARTS_IN_POD, FailureClass
 from finetune_trainer.checkpoint.manifest import MANIFEST
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
@@ -31,6 +28,7 @@ from finetune_trainer.ranks.reports import rank_process_name
 from tests.kill.base import base_bytes, make_base, make_base_with_kills
 from tests.kill.cases import Case
 from tests.kill.moments import BASE, STARTUP, OutputTo, random_moment
+from tests.starts import train_arguments
 from tests.support.forked_ranks import run_gang, trained_files
 
 MOST_KILLS = 3
@@ -156,18 +154,14 @@ def _is_answered(codes: list[int], *, deadly: bool, is_starting: bool) -> bool:
 
 
 def _real_attempt(
-    context: RunContext,
-    base: Undisturbed,
-    random: Random,
-    outcome: Outcome,
-    *,
-    deadly: bool,
-    is_disturbed: bool,
+    context: RunContext, base: Undisturbed, random: Random, outcome: Outcome, *, deadly: bool, is_disturbed: bool
 ) -> bool:
     """`python -m finetune_trainer train`, its ranks killed by their process ids, or the pod's first process told to end."""
     sizes = base.case.sizes
     ranks = random.choice(sizes) if sizes else context.plan.parallelism.world_size
-    arguments = map(str, [*_arguments(context), *(["--ranks", ranks] if sizes else [])])
+    # Every other attempt may start its ranks again in the pod.
+    restarts = MOST_RESTARTS_IN_POD if context.attempt % 2 else 0
+    arguments = map(str, [*train_arguments(context), "--restarts", restarts, *(["--ranks", ranks] if sizes else [])])
     with context.workspace.root.joinpath("said").open("ab") as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "finetune_trainer", *arguments], stdout=said, stderr=said, start_new_session=True
@@ -231,19 +225,6 @@ def _ranks(pod: int) -> list[int]:
             if session == str(pod) and state != "Z":
                 found.append(int(entry.name))
     return sorted(found)
-
-
-def _arguments(context: RunContext) -> list[object]:
-    arguments = {
-        "--plan": context.workspace.root / "plan.json",
-        "--plan-sha256": context.plan_sha256,
-        "--claims-root": context.claims_root,
-        "--attempt": context.attempt,
-        "--termination-log": context.claims_root / "termination.json",
-        "--master-port": free_port(),
-        "--observe-port": 0,
-    }
-    return ["train", *(part for pair in arguments.items() for part in pair)]
 
 
 def final_bytes(context: RunContext) -> dict[str, bytes]:

@@ -1,7 +1,5 @@
 """A control plane with the chart and a real Kueue, and a queue for each test."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

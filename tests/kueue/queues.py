@@ -1,7 +1,5 @@
 """What an administrator of Kueue does for one namespace: flavors, quota, queues, priorities, and other people's Jobs."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

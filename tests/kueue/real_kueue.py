@@ -1,8 +1,6 @@
 """Kueue's manager as a process next to a control plane: its definitions, its webhooks at a loopback address, its
 configuration."""
 
-from __future__ import annotations
-
 import base64
 import json
 import shutil

@@ -1,7 +1,5 @@
 """An elastic gang asks Kueue for fewer nodes when it is not admitted, and for all of them again when nobody waits."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from finetune_job.names import Role

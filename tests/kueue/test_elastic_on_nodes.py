@@ -1,7 +1,5 @@
 """An elastic gang of a queue on real nodes with real training: however many nodes Kueue admits, the result has the same bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

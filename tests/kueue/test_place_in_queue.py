@@ -1,7 +1,5 @@
 """Training waits in its queue while preflight runs: Kueue does not admit it before, nor let younger Jobs go first after it."""
 
-from __future__ import annotations
-
 from finetune_job.names import Role
 from tests.integration.conftest import OperatorFactory
 from tests.integration.kube import Document

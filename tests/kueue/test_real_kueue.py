@@ -1,7 +1,5 @@
 """The seven traps, with Kueue itself: it suspends, admits, preempts and speaks; the tests act as kubelets alone."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from finetune_job.failures import FailureClass

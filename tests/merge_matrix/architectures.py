@@ -1,7 +1,5 @@
 """Base models of the matrix: tiny, with random weights, of every kind that stores its parameters in another way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,14 +63,14 @@ class Architecture:
         return directory
 
     def load(self, directory: Path, num_rows: int | None = None) -> PreTrainedModel:
-        """In the dtype that the files have. num_rows: that the embeddings are resized to."""
+        """Load the model in the dtype of its files. num_rows: number of rows to which the embeddings are resized."""
         model: PreTrainedModel = self.auto.from_pretrained(directory, dtype="auto")
         if num_rows is not None:
             model.resize_token_embeddings(num_rows)
         return model
 
     def logits(self, model: Any) -> torch.Tensor:
-        """For some tokens, among them those that trained rows belong to. fp32, (1, tokens, vocabulary)."""
+        """Return the logits of some tokens, including those with trained rows, in fp32 as (1, tokens, vocabulary)."""
         tokens = torch.tensor([[1, 5, 3, 9, 2, 44, 3, 1]])
         inputs = {"input_ids": tokens, **({"decoder_input_ids": tokens} if self.is_encoder_decoder else {})}
         with torch.no_grad():
@@ -96,14 +94,7 @@ _SIZES: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 _T5 = T5Config(
-    vocab_size=tiny.VOCABULARY,
-    d_model=96,
-    d_kv=24,
-    d_ff=300,
-    num_layers=2,
-    num_heads=4,
-    decoder_start_token_id=0,
-    pad_token_id=0,
+    vocab_size=tiny.VOCABULARY, d_model=96, d_kv=24, d_ff=300, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
 )
 _EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 

@@ -1,7 +1,5 @@
 """The combinations of the matrix. A new method or option is a line in METHODS, combined with every architecture that it fits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,15 +14,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Embeddings(StrEnum):
-    """What a method does to input and output embeddings, which decides what a tied model's merge is compared with."""
+    """How a method changes input and output embeddings, which decides with what a tied model's merge is compared."""
 
     UNTOUCHED = "Untouched"
     APART = "Apart"
-    """One of them, or both in different ways: a tied model becomes an untied one."""
+    """It changes one of them, or both in different ways: a tied model becomes an untied one."""
     TOGETHER = "Together"
-    """Both alike, and PEFT's merge is right."""
+    """It changes both alike, and PEFT's merge is right."""
     TOGETHER_TWICE = "TogetherTwice"
-    """Both alike, but PEFT's merge adds the change twice."""
+    """It changes both alike, but PEFT's merge adds the change twice."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +34,9 @@ class Method:
     fits: Callable[[Architecture], bool] = lambda _: True
     embeddings: Embeddings = Embeddings.UNTOUCHED
     adapter_dtype: torch.dtype | None = None
-    """Of the adapter's file, where it is not what PEFT trains in."""
+    """Dtype of the adapter's file; None: the dtype in which PEFT trains."""
     num_added_tokens: int = 0
-    """For which the embeddings are resized before the training."""
+    """Number of tokens for which the embeddings are resized before the training."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +56,13 @@ class Case:
 
     @property
     def num_rows(self) -> int | None:
-        """Of the embeddings in training; None: as many as the base has."""
+        """Number of rows of the embeddings in training; None: as many as the base has."""
         added = self.method.num_added_tokens
         return self.architecture.config.get_text_config().vocab_size + added if added else None
 
 
 def _lora(**settings: Any) -> Callable[[Architecture], list[PeftConfig]]:
-    """One LoRA adapter. Values that are functions are asked with the architecture."""
+    """Return one LoRA adapter. Values that are functions are called with the architecture."""
 
     def adapters(architecture: Architecture) -> list[PeftConfig]:
         defaults = {"r": 6, "lora_alpha": 13, "target_modules": _attention}

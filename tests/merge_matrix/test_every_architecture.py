@@ -4,8 +4,6 @@ The matrix has a few architectures with every method; this has every architectur
 that most of them share.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,7 @@ FURTHER: dict[str, dict[str, Any]] = {
     "xlm": {"emb_dim": WIDTH, "n_words": VOCABULARY},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What these types need in addition."""
+"""Additional settings that these types need."""
 MAX_PARAMETERS = 20_000_000
 INCOMPATIBLE = {model_type: {"out_proj"} for model_type in ("falcon_mamba", "mamba", "mamba2", "nemotron_h")}
 WITHOUT_TINY_MODEL = {
@@ -73,14 +71,14 @@ STORED_OTHERWISE = {"hrm_text"}
 
 
 def tiny(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The same type of configuration, with SETTINGS in it and in its parts."""
+    """Return a configuration of the same type, with SETTINGS in it and in its parts."""
     known = {name: value for name, value in SETTINGS.items() if name in config.to_dict()}
     parts = {name: tiny(part) for name in config.sub_configs if isinstance(part := getattr(config, name), PreTrainedConfig)}
     return type(config)(**known | FURTHER.get(config.model_type, {}), **parts)
 
 
 def save_base(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
-    """Saves what was loaded, because to load changes rows of padding in some types."""
+    """Save a model that was loaded, because loading changes rows of padding in some types."""
     torch.manual_seed(3)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(directory / "first")
@@ -90,7 +88,7 @@ def save_base(directory: Path, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Last parts of their names, but of the output layer and what PEFT leaves out of models of Mamba."""
+    """Return the last parts of their names, without the output layer and what PEFT excludes for Mamba."""
     head = model.get_output_embeddings()
     found = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     heads = {name.rpartition(".")[2] for name, module in model.named_modules() if module is head}

@@ -5,8 +5,6 @@ Where PEFT's merge of tied embeddings is not what the model with its adapter com
 untied before, and the logits those of base and adapter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,14 +21,14 @@ from tests.unit.finetune_trainer.merge import tiny
 
 CASES = {case.name: case for case in all_cases()}
 TOLERANCE = {"fp32": 2e-6, "bf16": 0.03, "fp16": 0.004}
-"""Of logits, relative to the largest: base and adapter apart round elsewhere than their merge."""
+"""Tolerance of logits, relative to the largest: base with adapter and merged model round differently."""
 
 Bases = Callable[[Case], Path]
 
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory: pytest.TempPathFactory) -> Bases:
-    """The base of a case, made once."""
+    """Return a function that gives the base of a case, which is made once."""
     made: dict[tuple[str, str, bool], Path] = {}
 
     def base(case: Case) -> Path:
@@ -48,7 +46,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def with_adapters(model: PreTrainedModel, adapters: list[Path]) -> PeftModel:
-    """All of them active, in order."""
+    """Return the model with all adapters active, in order."""
     names = [str(number) for number in range(len(adapters))]
     adapted = PeftModel.from_pretrained(model, adapters[0], adapter_name=names[0])
     for name, adapter in list(zip(names, adapters, strict=True))[1:]:
@@ -59,7 +57,7 @@ def with_adapters(model: PreTrainedModel, adapters: list[Path]) -> PeftModel:
 
 
 def untied(architecture: Architecture, base: Path, num_rows: int | None) -> PreTrainedModel:
-    """The base with output embeddings of their own, as PEFT advises to make it."""
+    """Return the base with separate output embeddings, as PEFT advises."""
     config = type(architecture.config).from_pretrained(base)
     config.tie_word_embeddings = False
     model: PreTrainedModel = architecture.auto.from_pretrained(base, config=config, dtype="auto")
@@ -70,7 +68,7 @@ def untied(architecture: Architecture, base: Path, num_rows: int | None) -> PreT
 
 
 def peft_merged(case: Case, base: Path, adapters: list[Path], directory: Path) -> dict[str, torch.Tensor]:
-    """What PEFT merges, saved by transformers, which gives parameters the names that files have."""
+    """Return PEFT's merge, saved by transformers, which gives parameters the names that files have."""
     parts = case.architecture.is_tied and case.method.embeddings is Embeddings.APART
     model = untied(case.architecture, base, case.num_rows) if parts else case.architecture.load(base, case.num_rows)
     merged = with_adapters(model, adapters).merge_and_unload(safe_merge=False)

@@ -1,6 +1,4 @@
-"""In every model type that the merge knows, output embeddings that an adapter changes can be parted from the input embeddings."""
-
-from __future__ import annotations
+"""Output embeddings that an adapter changes can be separated from the input embeddings in every known model type."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ DECODERS = [
     *(kind for kind, family in FAMILIES.items() if len(family.ties) == 1 and not family.always_tied and not family.rules),
     "nemotron",
 ]
-"""Those whose experts have tensors of their own are Llama's relatives in this; and one that only the library knows."""
+"""Decoders without rules for names, because those with rules tie like Llama, and one that only the library knows."""
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,

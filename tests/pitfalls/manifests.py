@@ -1,7 +1,5 @@
 """What the rule book says about the manifest that comes to the settings of a pitfall."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec

@@ -1,7 +1,5 @@
 """Settings of a method on a tiny model in one process: attached by the trainer's own code, and trained for two steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters on FSDP 2 as accelerate shards, saves and loads them; this trainer does it by itself."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,6 @@ def packed_elements(rank: int, case: Case) -> tuple[int, int, list[str]]:
     return local, whole, [str(warning.message) for warning in caught]
 
 
-@pytest.mark.reproduces("fsdp2-qlora-integer-storage")
 def test_accelerate_leaves_bytes_unsharded():
     held, whole, said = run_ranks(packed_elements, Case(version=2, bits=4))[0].value
     assert held == whole > 0

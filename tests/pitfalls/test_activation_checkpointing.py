@@ -1,7 +1,5 @@
 """Reentrant checkpoints lose the gradients of layers whose inputs need none, and DDP's order of gradients."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -86,7 +84,6 @@ def kept_bytes(plan: RunPlan, base: Path) -> int:
     return sum(size for place, size in kept.items() if place not in held)
 
 
-@pytest.mark.reproduces("compile-with-selective-checkpointing")
 def test_selective_recomputation_keeps_all_of_a_compiled_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`compile-with-selective-checkpointing`. The backend makes no difference, and this one needs no C++ compiler."""
     original = torch.nn.Module.compile

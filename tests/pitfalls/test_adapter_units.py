@@ -1,7 +1,5 @@
 """Adapters outside LoRA's family in FSDP units, in our trainer: apart from the base, or next to it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +43,6 @@ def alone(base: Path) -> dict[str, Trained]:
     return train({name: plan_of(method(name)) for name in ("LoHa", *PARTED)}, base, world_size=1)
 
 
-@pytest.mark.reproduces("fsdp1-adapter-unit")
 def test_parameters_that_are_no_modules_need_original_ones(pair: dict[str, Trained], alone: dict[str, Trained]):
     """`fsdp1-adapter-unit`; preflight says the same of units that may or may not be small enough."""
     assert "ConfigError: spec.parallelism.fsdp.useOrigParams: false cannot shard" in pair["flat"].error
@@ -58,7 +55,6 @@ def test_parameters_in_units_of_their_own_lie_flat(name: str, pair: dict[str, Tr
     assert pair[name].distance(alone[name]) < TOLERANCE
 
 
-@pytest.mark.reproduces("fsdp1-adapter-16-bit")
 def test_adapters_in_16_bits_stand_still(tmp_path: Path):
     """At the default learning rate: a vector that starts at 1 has no neighbour that is near enough."""
     wrong, right = plans("fsdp1-adapter-16-bit", {**method("IA3"), **FIRST, "model.dtype": "bfloat16"})

@@ -1,7 +1,5 @@
 """What PEFT does with names and numbers that are not quite right: mostly nothing, and without a word."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -27,7 +25,6 @@ def adapted_modules(**settings) -> set[str]:
     return {name.split(".lora_A")[0].rsplit(".", 1)[-1] for name, _ in model.named_parameters() if ".lora_A" in name}
 
 
-@pytest.mark.reproduces("all-linear-beside-names")
 def test_all_linear_beside_names_is_a_name():
     assert adapted_modules(target_modules=["all-linear", "q_proj"]) == {"q_proj"}
     assert "all-linear-beside-names" in findings(type="LoRA", lora={"targetModules": ["all-linear", "q_proj"]})
@@ -35,7 +32,6 @@ def test_all_linear_beside_names_is_a_name():
     assert not findings(type="LoRA", lora={"targetModules": ["all-linear"]})
 
 
-@pytest.mark.reproduces("module-name-malformed")
 @pytest.mark.parametrize("wrong", ["v_proj ", "", "k_proj,v_proj"])
 def test_malformed_names_match_nothing(wrong):
     assert adapted_modules(target_modules=["q_proj", wrong]) == {"q_proj"}
@@ -44,7 +40,6 @@ def test_malformed_names_match_nothing(wrong):
     assert not findings(type="LoRA", lora={"targetModules": ["q_proj", "v_proj"]})
 
 
-@pytest.mark.reproduces("module-adapted-and-saved")
 def test_a_module_that_is_saved_whole_gets_no_adapter():
     assert adapted_modules(target_modules=["q_proj", "lm_head"], modules_to_save=["lm_head"]) == {"q_proj"}
     both = {"targetModules": ["q_proj", "lm_head"], "modulesToSave": ["lm_head"]}
@@ -53,7 +48,6 @@ def test_a_module_that_is_saved_whole_gets_no_adapter():
     assert not findings(type="LoRA", lora={"targetModules": ["q_proj"], "modulesToSave": ["lm_head"]})
 
 
-@pytest.mark.reproduces("adapter-pattern-malformed")
 def test_pattern_keys_are_regular_expressions():
     with pytest.raises(re.error):
         adapted_modules(target_modules=["q_proj"], rank_pattern={"(q_proj": 8})
@@ -74,7 +68,6 @@ def found_in_preflight(method: dict[str, object]) -> set[str]:
     return {finding.rule for finding in uncompiled_expressions(plan.method)}
 
 
-@pytest.mark.reproduces("lora-dropout-range")
 def test_dropout_of_1_blocks_and_above_1_is_refused():
     assert not torch.nn.Dropout(1.0)(torch.ones(8)).any()
     with pytest.raises(ValueError, match="between 0 and 1"):
@@ -97,7 +90,6 @@ def learns(plan: RunPlan) -> bool:
     return any(value.grad is not None and bool(value.grad.any()) for name, value in model.named_parameters() if "lora_B" in name)
 
 
-@pytest.mark.reproduces("module-expression-malformed")
 def test_a_text_in_place_of_names_is_an_expression():
     rule = "module-expression-malformed"
     assert "unterminated subpattern" in trained("LoHa", {"r": 4, "targetModules": "(q_proj"}).error
@@ -109,7 +101,6 @@ def test_a_text_in_place_of_names_is_an_expression():
     assert rule not in ids_of("LoHa", {"targetModules": ".*q_proj"})
 
 
-@pytest.mark.reproduces("module-adapted-and-excluded")
 def test_a_module_that_is_excluded_gets_no_adapter():
     rule, both = "module-adapted-and-excluded", {"targetModules": ["q_proj", "v_proj"], "excludeModules": ["q_proj"]}
     assert adapted_modules(target_modules=["q_proj", "v_proj"], exclude_modules=["q_proj"]) == {"v_proj"}
@@ -118,7 +109,6 @@ def test_a_module_that_is_excluded_gets_no_adapter():
     assert rule not in findings(type="LoRA", lora={"excludeModules": ["q_proj"]})
 
 
-@pytest.mark.reproduces("orthogonal-odd-rank")
 def test_an_orthogonal_start_needs_an_even_rank():
     rule = "orthogonal-odd-rank"
     for odd in ({"rank_pattern": {"q_proj": 3}}, {"rank_pattern": {"q_proj": 5}}):
@@ -134,7 +124,6 @@ def test_an_orthogonal_start_needs_an_even_rank():
     assert rule not in findings(type="LoRA", lora={**orthogonal, "r": 4})
 
 
-@pytest.mark.reproduces("layers-without-targets")
 def test_layers_are_chosen_among_named_modules():
     rule, layers = "layers-without-targets", {"layersToTransform": [0]}
     with pytest.raises(ValueError, match="cannot be used when `target_modules` is a str"):
@@ -148,7 +137,6 @@ def test_layers_are_chosen_among_named_modules():
     assert rule not in ids_of("LoHa", {**named, **layers})
 
 
-@pytest.mark.reproduces("target-modules-empty")
 def test_no_module_is_named():
     """An empty list is PEFT's form for adapters on parameters alone."""
     with pytest.raises(ValueError, match="No `target_modules` passed but also no `target_parameters` found"):

@@ -1,16 +1,13 @@
 """Forms of saved state that cannot be read back."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pitfalls.lab.build import adapted, load_base, sharded
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.ranks import run_ranks
-from tests.pitfalls.manifests import findings, plans
+from tests.pitfalls.manifests import plans
 
 
-@pytest.mark.reproduces("local-state-dict")
 def test_fsdp_2_has_no_local_state_dict():
     from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
 
@@ -34,11 +31,3 @@ def test_a_local_state_dict_of_fsdp_1_knows_no_parameter():
     local, whole = (run_ranks(saved_names, form)[0].value for form in ("LOCAL_STATE_DICT", "SHARDED_STATE_DICT"))
     assert {name.rpartition(".")[2] for name in local} == {"_flat_param"}
     assert {name.rpartition(".")[2] for name in whole} == {"weight"}
-
-
-@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
-def test_the_other_forms_are_accepted(form):
-    from accelerate.utils.dataclasses import FullyShardedDataParallelPlugin
-
-    FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=form)
-    assert findings({"version": 2, "stateDictType": form}) == {"no-effect-state-dict-type"}

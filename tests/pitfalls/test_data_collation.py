@@ -1,7 +1,5 @@
 """Collators that take the end of a text for padding."""
 
-from __future__ import annotations
-
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

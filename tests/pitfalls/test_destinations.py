@@ -1,8 +1,6 @@
 """Where results go: what writing them does to inputs, to other models and to credentials, where nothing refuses the
 destination."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -53,7 +51,6 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-@pytest.mark.reproduces("output-inside-input")
 def test_results_replace_the_models_own_files(tmp_path: Path):
     changes = {DESTINATION: "pvc://models/base"}
     found = []
@@ -67,7 +64,6 @@ def test_results_replace_the_models_own_files(tmp_path: Path):
     assert found == [{"README.md", "SHA256SUMS"}, set()]
 
 
-@pytest.mark.reproduces("output-inside-input")
 @pytest.mark.parametrize("source", ["pvc://data/train", "pvc://data"])
 def test_the_next_run_would_read_results_as_records(tmp_path: Path, source: str):
     changes = {"data.source": source, DESTINATION: "pvc://data/train/tuned"}
@@ -106,7 +102,6 @@ BUCKET_MODEL = {"base/config.json": b"{}", "base/model.safetensors": b"weights",
 BUCKET_DATA = {"set/a.jsonl": b'{"prompt": "a", "completion": "b"}\n'}
 
 
-@pytest.mark.reproduces("output-overlaps-bucket-input")
 @pytest.mark.parametrize(
     ("source", "destination"),
     [({"model.source": "s3://ours/base"}, "s3://ours/base"), ({"data.source": "s3://ours/set/a.jsonl"}, "s3://ours")],
@@ -123,7 +118,6 @@ def test_a_prefix_that_holds_inputs_takes_no_results(store: MemoryS3, tmp_path: 
     assert len(store.objects) > len(BUCKET_MODEL | BUCKET_DATA)
 
 
-@pytest.mark.reproduces("output-overlaps-bucket-input")
 def test_the_next_run_would_fetch_results_as_records(store: MemoryS3, tmp_path: Path):
     changes = {"data.source": "s3://ours/set", DESTINATION: "s3://ours/set/tuned"}
     records = []
@@ -178,7 +172,6 @@ def at(made: Example, hub: Hub) -> Example:
     return Example(context)
 
 
-@pytest.mark.reproduces("hub-destination-without-token")
 def test_the_hub_takes_nothing_without_a_token(hub: Hub, tmp_path: Path):
     changes = {DESTINATION: "hf://team/tuned"}
     found = plans("hub-destination-without-token", changes, FineTuneProfileSpec(trainer_image=IMAGE))
@@ -195,7 +188,6 @@ def test_the_hub_takes_nothing_without_a_token(hub: Hub, tmp_path: Path):
             assert "SHA256SUMS" in hub.repositories["models", "team/tuned"].files
 
 
-@pytest.mark.reproduces("output-replaces-model")
 @pytest.mark.parametrize("is_ours", [False, True])
 def test_a_model_is_not_replaced_by_what_is_made_from_it(hub: Hub, tmp_path: Path, is_ours: bool):
     """Another's model is never replaced, which shows after the training; a result of this operator is."""
@@ -225,7 +217,6 @@ def test_a_model_is_not_replaced_by_what_is_made_from_it(hub: Hub, tmp_path: Pat
         assert hub.repositories["models", "Team/Model"].files == files
 
 
-@pytest.mark.reproduces("credentials-without-tls")
 def test_a_hubs_token_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     changes = {DESTINATION: "hf://team/tuned", "output.secretRef": {"name": "writer"}}
     settings = {"hubEndpoint": hub.address}
@@ -239,7 +230,6 @@ def test_a_hubs_token_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     assert right.publish is None
 
 
-@pytest.mark.reproduces("credentials-without-tls")
 def test_the_token_that_reads_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     commit = hub.add("team/base", {"config.json": b"{}", "model.safetensors": b"weights"})
     changes = {"model.source": "hf://team/base", "model.revision": commit, "fetch.hubTokenSecretRef": {"name": "reader"}}
@@ -255,7 +245,6 @@ def test_the_token_that_reads_can_be_read_on_the_way(hub: Hub, tmp_path: Path):
     assert shown == [{f"Bearer {TOKEN}"}, {None}]
 
 
-@pytest.mark.reproduces("credentials-without-tls")
 def test_a_registrys_password_can_be_read_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     seen: list[httpx2.Request] = []
 

@@ -12,7 +12,6 @@ ORIG_PARAMS = "fsdp1-dora-orig-params"
 DORA = {"use_dora": True}
 
 
-@pytest.mark.reproduces("fsdp1-dora-orig-params")
 def test_original_parameters_in_leaf_units_fail():
     fails(Case(adapter=DORA, policy="peft", use_orig_params=True), "forward", "IndexError", "tuple index out of range")
     assert ORIG_PARAMS in findings({"version": 1, "useOrigParams": True, "peftWrapPolicy": True}, type="DoRA")
@@ -20,23 +19,6 @@ def test_original_parameters_in_leaf_units_fail():
 
 def test_one_rank_hides_the_failure():
     trains(Case(adapter=DORA, policy="peft", use_orig_params=True, world_size=1))
-
-
-@pytest.mark.parametrize(
-    ("case", "fsdp"),
-    [
-        (Case(adapter=DORA, policy="peft"), {"version": 1, "useOrigParams": False, "peftWrapPolicy": True}),
-        (
-            Case(adapter=DORA, policy="transformer", use_orig_params=True),
-            {"version": 1, "useOrigParams": True, "peftWrapPolicy": False},
-        ),
-        (Case(adapter=DORA, version=2), {"version": 2, "useOrigParams": True}),
-    ],
-    ids=["flat-leaf-units", "layer-units", "fsdp-2"],
-)
-def test_fixes_train(case, fsdp):
-    trains(case)
-    assert ORIG_PARAMS not in findings(fsdp, type="DoRA")
 
 
 def test_adapter_attached_after_sharding_fails():
@@ -52,7 +34,6 @@ def test_a_packed_base_trains_like_the_unpacked_one(version):
     assert not findings({"version": version}, type="QDoRA", dtype="float32")
 
 
-@pytest.mark.reproduces("quantization-bits")
 def test_norms_of_an_8_bit_base_lose_its_scales():
     """On a CPU, where one rank trains LoRA on 8 bits."""
     alone = {"world_size": 1, "version": None}
@@ -73,20 +54,6 @@ def test_mixed_precision_of_leaf_units_fails_under_fsdp_1(autocast, stage, text)
     fails(Case(adapter=DORA, dtype="bfloat16", param_dtype="bfloat16", compute_autocast=autocast), stage, text)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(adapter=DORA, dtype="bfloat16"),
-        Case(adapter=DORA, dtype="bfloat16", param_dtype="float32"),
-        Case(adapter=DORA, version=2, param_dtype="bfloat16"),
-    ],
-    ids=["no-cast", "adapters-type", "fsdp-2"],
-)
-def test_mixed_precision_fixes_train(case):
-    trains(case)
-
-
-@pytest.mark.reproduces("dora-16-bit-magnitude")
 @pytest.mark.parametrize(("dtype", "moves"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_magnitudes_stand_still_in_16_bits(dtype, moves):
     from peft import LoraConfig, get_peft_model

@@ -13,7 +13,6 @@ UNIFORM = "ValueError: Must flatten tensors with uniform dtype"
 LAYERS = {"version": 1, "useOrigParams": True, "peftWrapPolicy": False}
 
 
-@pytest.mark.reproduces("fsdp1-adapter-dtype")
 def test_float32_adapters_in_16_bit_layers_fail():
     fails(Case(dtype="bfloat16", policy="transformer", use_orig_params=True), "shard", UNIFORM)
     assert ADAPTER in findings(LAYERS, type="LoRA", dtype="bfloat16", lora={"autocastAdapterDtype": True})
@@ -21,17 +20,6 @@ def test_float32_adapters_in_16_bit_layers_fail():
     assert ADAPTER in findings(LAYERS, type="DoRA", dtype="bfloat16")
 
 
-def test_adapters_of_the_bases_type_train():
-    trains(Case(dtype="bfloat16", policy="transformer", use_orig_params=True, autocast=False))
-    assert ADAPTER not in findings(LAYERS, type="LoRA", dtype="bfloat16", lora={"autocastAdapterDtype": False})
-
-
-def test_units_of_their_own_train():
-    trains(Case(dtype="bfloat16", policy="peft"))
-    assert ADAPTER not in findings({"version": 1, "peftWrapPolicy": True}, type="LoRA", dtype="bfloat16")
-
-
-@pytest.mark.reproduces("fsdp1-qlora-compute-dtype")
 def test_adapters_of_a_4_bit_base_take_its_compute_type():
     case = {
         "bits": 4,
@@ -67,7 +55,6 @@ def test_modules_saved_whole_keep_the_bases_type_under_fsdp_2():
     trains(Case(**norms))
 
 
-@pytest.mark.reproduces("saved-module-16-bit")
 @pytest.mark.parametrize(("dtype", "moves"), [(torch.bfloat16, False), (torch.float32, True)])
 def test_norms_saved_whole_stand_still_in_16_bits(dtype, moves):
     """A weight of 1 in bfloat16 has neighbours 1/128 above and 1/256 below it; usual updates are a hundredth of that."""

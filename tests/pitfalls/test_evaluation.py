@@ -1,10 +1,6 @@
 """Evaluation settings without evaluations to go by, and results that a plan keeps or has whatever is written."""
 
-from __future__ import annotations
-
 from typing import Any
-
-import pytest
 
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.checkpoint.manifest import RunState
@@ -28,7 +24,6 @@ def run(plan: RunPlan, every_steps: int | None = None) -> tuple[int, list[int]]:
     return TOTAL, competing
 
 
-@pytest.mark.reproduces("early-stopping-without-evaluation")
 def test_one_evaluation_stops_nothing_early():
     stopping = {"evaluation.earlyStopping": {"patience": 2}}
     wrong, right = plans("early-stopping-without-evaluation", {**HELD_OUT, **stopping})
@@ -36,27 +31,23 @@ def test_one_evaluation_stops_nothing_early():
     assert run(wrong, every_steps=2)[0] == 6
 
 
-@pytest.mark.reproduces("best-model-is-the-last")
 def test_one_evaluation_chooses_nothing():
     wrong, right = plans("best-model-is-the-last", {**HELD_OUT, "evaluation.loadBestModelAtEnd": True})
     assert run(wrong)[1] == run(right)[1] == [TOTAL]
     assert run(wrong, every_steps=4)[1] == [4, 8, TOTAL]
 
 
-@pytest.mark.reproduces("output-adapter-is-the-result")
 def test_an_adapter_that_is_the_result_is_kept_whatever_is_written():
     changes = {"merge.enabled": False, "output.adapter": False}
     assert [plan.has_adapter for plan in plans("output-adapter-is-the-result", changes)] == [True, True]
 
 
-@pytest.mark.reproduces("no-effect-output-adapter")
 def test_full_fine_tuning_has_no_adapter_to_leave_out():
     changes = {"method.type": "Full", "output.adapter": False}
     found = plans("no-effect-output-adapter", changes)
     assert [(plan.has_adapter, plan.has_merged) for plan in found] == [(False, True)] * 2
 
 
-@pytest.mark.reproduces("early-stopping-after-the-end")
 def test_a_run_may_be_over_before_patience_is():
     changes = {"evaluation.earlyStopping": {"patience": 3}, "evaluation.everySteps": 3, "training.maxSteps": TOTAL}
     wrong, right = plans("early-stopping-after-the-end", {**HELD_OUT, **changes})

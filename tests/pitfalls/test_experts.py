@@ -1,7 +1,5 @@
 """Adapters on stacked weights of experts: what PEFT does not take for them, and what it does not look at."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ def layers_with_adapters(model: torch.nn.Module) -> set[str]:
     }
 
 
-@pytest.mark.reproduces("target-parameters-conflict")
 @pytest.mark.parametrize(
     ("peft", "spec", "error"),
     [
@@ -50,7 +47,6 @@ def test_settings_that_parameters_do_not_take(peft: dict[str, Any], spec: dict[s
     assert rule not in findings(type="LoRA", lora={"targetParameters": EXPERTS})
 
 
-@pytest.mark.reproduces("target-parameters-all-layers")
 def test_parameters_are_adapted_in_all_layers():
     rule = "target-parameters-all-layers"
     assert layers_with_adapters(adapted(target_modules=["q_proj"], layers_to_transform=[0])) == {"0", "1"}
@@ -80,7 +76,6 @@ def shard(rank: int, version: int) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.reproduces("fsdp1-target-parameters")
 def test_parameters_under_fsdp_1():
     rule = "fsdp1-target-parameters"
     (error, *_) = [result.error for result in run_ranks(shard, 1) if result.failed]

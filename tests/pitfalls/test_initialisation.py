@@ -1,8 +1,6 @@
 """Ways to start an adapter that change the base in PEFT, need what is not there, or do not exist: `lora-init-not-supported`, the
 schema."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -60,7 +58,6 @@ def test_pissa_wants_a_base_that_is_not_packed():
     assert not findings(type="QLoRA", lora={"initLoraWeights": "pissa"})
 
 
-@pytest.mark.reproduces("decomposed-start-with-dora")
 def test_dora_does_not_start_at_the_base():
     wanted = llama()(input_ids=tokens()).logits
     assert torch.allclose(started("olora")(input_ids=tokens()).logits, wanted, atol=1e-5)
@@ -89,7 +86,6 @@ def test_loading_such_an_adapter_changes_the_base_again(tmp_path):
     assert not torch.equal(base_weight(loaded), base_weight(llama())), "added to the original weights it would be wrong"
 
 
-@pytest.mark.reproduces("lora-init-not-supported")
 def test_eva_starts_like_any_other_where_nobody_measures():
     state = {name: value for name, value in adapted(init_lora_weights="eva").state_dict().items() if "lora_B" in name}
     assert state
@@ -97,14 +93,12 @@ def test_eva_starts_like_any_other_where_nobody_measures():
     starts_right_once_mended("eva")
 
 
-@pytest.mark.reproduces("lora-init-not-supported")
 def test_corda_wants_what_was_measured_before():
     with pytest.raises(ValueError, match="run `preprocess_corda` first"):
         adapted(init_lora_weights="corda")
     starts_right_once_mended("corda")
 
 
-@pytest.mark.reproduces("lora-init-not-supported")
 def test_loftq_quantises_the_base_itself():
     with pytest.raises((ValueError, ImportError, AssertionError)):
         adapted(init_lora_weights="loftq")
@@ -118,7 +112,6 @@ def test_an_unknown_start():
         findings(type="LoRA", lora={"initLoraWeights": "normal"})
 
 
-@pytest.mark.reproduces("rslora-with-alpha")
 def test_rslora_scales_by_the_root_of_the_rank():
     plain, rooted = adapted(lora_alpha=8), adapted(lora_alpha=8, use_rslora=True)
     scale = [next(m.scaling["default"] for m in model.modules() if isinstance(m, LoraLayer)) for model in (plain, rooted)]

@@ -1,8 +1,6 @@
 """What a launch through other libraries does: Accelerate's settings, optimizers made too early, parameters that FSDP 2
 refuses."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters that are loaded, loaded twice, named badly or saved from elsewhere: what PEFT says, if anything."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from pathlib import Path

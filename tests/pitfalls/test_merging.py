@@ -1,29 +1,16 @@
 """Merging where the model was trained: a sharded model has no whole weights to add to."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
-import torch
-from peft import get_peft_model
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from finetune_job.api.enumerations import MergeBase
-from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.model.adapters import adapter_config
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails
 from tests.pitfalls.lab.observe import observe
 from tests.pitfalls.manifests import findings, plans
-from tests.unit.finetune_trainer.merge import tiny
 
 RULE = "merge-while-sharded"
 
 
-@pytest.mark.reproduces("merge-while-sharded")
 @pytest.mark.parametrize(
     ("case", "text"),
     [
@@ -51,14 +38,6 @@ def test_fsdp_2_merges_in_place_on_cpu_ranks() -> None:
     assert RULE in findings({"version": 2}, merge_base="Trained")
 
 
-def test_one_process_with_whole_weights_merges() -> None:
-    found = observe(Case(version=2, until="merge"))
-    assert found.merge_error is not None
-    assert found.merge_effect is not None
-    assert found.merge_error < 1e-5 < found.merge_effect
-    assert RULE not in findings({"version": 1})
-
-
 def test_a_16_bit_merge_rounds() -> None:
     exact = observe(Case(version=2, until="merge"))
     rounded = observe(Case(version=2, dtype="bfloat16", until="merge"))
@@ -66,18 +45,3 @@ def test_a_16_bit_merge_rounds() -> None:
     assert rounded.merge_error is not None
     assert exact.merge_error < 1e-5
     assert 1e-4 < rounded.merge_error < 0.1
-
-
-def merged(plan: RunPlan, base: Path, directory: Path) -> bool:
-    """Whether the trainer's merge gives a trained adapter of this plan the bits of PEFT's own."""
-    torch.manual_seed(1)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), adapter_config(plan.method))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05 * torch.randn(parameter.shape).to(parameter.dtype))
-    adapter, output = directory / "adapter", directory / "merged"
-    model.save_pretrained(adapter)
-    merge_adapter(MergeOptions(base=base, adapters=(adapter,), output=output, dtype=None, max_shard_bytes=1 << 30))
-    reference = tiny.peft_merged(base, adapter)
-    return all(torch.equal(tensor, reference[name]) for name, tensor in load_file(output / "model.safetensors").items())

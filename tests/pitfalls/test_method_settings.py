@@ -1,7 +1,5 @@
 """`method.settings`: what PEFT does with names, types and values that are not its own. Each row of the rules' tables is run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,10 +15,7 @@ from finetune_trainer.model.adapters import config_class
 from tests.pitfalls.one_process import fixed, judged, llama, peft_config, trained
 from tests.support.method_settings import SETTINGS
 
-FITTING: dict[str, dict[str, Any]] = {
-    **SETTINGS,
-    "TrainableTokens": {"tokenIndices": [3, 40]},
-}
+FITTING: dict[str, dict[str, Any]] = {**SETTINGS, "TrainableTokens": {"tokenIndices": [3, 40]}}
 NEEDED = {"layersToTransform": {"targetModules": ["q_proj"]}}
 """What a setting needs besides it to mean anything."""
 
@@ -42,7 +37,6 @@ def after_the_fix(method: str, settings: dict[str, Any], rule: str) -> dict[str,
     return written
 
 
-@pytest.mark.reproduces("method-setting-unknown")
 def test_an_unknown_setting():
     rule, wrong = "method-setting-unknown", {"R": 8}
     with pytest.raises(TypeError, match="unexpected keyword argument 'R'"):
@@ -52,7 +46,6 @@ def test_an_unknown_setting():
     assert trained("LoHa", {"r": 8}).is_fine
 
 
-@pytest.mark.reproduces("method-setting-type")
 def test_a_setting_of_another_type():
     rule, wrong = "method-setting-type", {"saveProjection": "false"}
     # PEFT takes the text for true: the projections are saved although it says not to.
@@ -75,7 +68,6 @@ def beyond() -> list[Any]:
     return cases
 
 
-@pytest.mark.reproduces("method-setting-range")
 @pytest.mark.parametrize(("method", "setting", "value"), beyond())
 def test_values_beyond_a_limit(method: str, setting: str, value: Any):
     rule = "method-setting-range"
@@ -111,7 +103,6 @@ def conflicts() -> list[Any]:
     ]
 
 
-@pytest.mark.reproduces("method-settings-conflict")
 @pytest.mark.parametrize(("method", "wrong"), conflicts())
 def test_settings_that_contradict_each_other(method: str, wrong: dict[str, Any]):
     rule = "method-settings-conflict"
@@ -133,11 +124,7 @@ def starts_at_the_base(method: str, settings: dict[str, Any]) -> bool:
     return torch.allclose(plain, adapted, atol=1e-4)
 
 
-@pytest.mark.reproduces("no-effect-method-setting")
-@pytest.mark.parametrize(
-    ("method", "setting", "value", "neighbour"),
-    [("OFT", "moduleDropout", "0.5", "LoHa")],
-)
+@pytest.mark.parametrize(("method", "setting", "value", "neighbour"), [("OFT", "moduleDropout", "0.5", "LoHa")])
 def test_settings_without_effect(method: str, setting: str, value: Any, neighbour: str):
     rule = "no-effect-method-setting"
     assert same(trained(method, FITTING[method]).logits, trained(method, {**FITTING[method], setting: value}).logits)

@@ -1,7 +1,5 @@
 """Names that match nothing: PEFT speaks only where all of them do."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from finetune_job.api.profile import FineTuneProfileSpec, GpuResource
+from finetune_job.api.profile import FineTuneProfileSpec
 from tests.pitfalls.lab.build import adapted, load_base
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.ranks import run_ranks
@@ -28,7 +28,6 @@ def offloaded_loss(rank: int, case: Case, version: int, offload: bool) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.reproduces("offload-without-gpu")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this pitfall is one of machines without a GPU")
 @pytest.mark.parametrize("version", [1, 2])
 def test_offloading_needs_a_driver(version):
@@ -38,13 +37,3 @@ def test_offloading_needs_a_driver(version):
     without = FineTuneProfileSpec(trainer_image="trainer")
     assert "offload-without-gpu" in findings({"version": version, "offloadParams": True}, profile=without)
     assert "offload-without-gpu" not in findings({"version": version, "offloadParams": False}, profile=without)
-
-
-@pytest.mark.parametrize("version", [1, 2])
-def test_the_rule_looks_at_the_profile(version):
-    without = FineTuneProfileSpec(trainer_image="trainer")
-    with_gpu = FineTuneProfileSpec(trainer_image="trainer", gpu=GpuResource())
-    offload = {"version": version, "offloadParams": True}
-    assert "offload-without-gpu" in findings(offload, profile=without)
-    assert "offload-without-gpu" not in findings(offload, profile=with_gpu)
-    assert "offload-without-gpu" not in findings(offload)

@@ -1,7 +1,5 @@
 """Settings of optimizers that torch refuses, that destroy the weights, or that the chosen optimizer does not have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,7 +39,6 @@ def trained_values(plan: RunPlan) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in stepped(plan)[0].parameters() if p.requires_grad])
 
 
-@pytest.mark.reproduces("adam-beta-range")
 @pytest.mark.parametrize("beta", ["adamBeta1", "adamBeta2"])
 def test_moments_that_never_fade_are_refused_by_torch(beta: str):
     wrong, right = plans("adam-beta-range", {f"training.{beta}": "1"})
@@ -50,7 +47,6 @@ def test_moments_that_never_fade_are_refused_by_torch(beta: str):
     assert stepped(right)[1][-1] < stepped(right)[1][0]
 
 
-@pytest.mark.reproduces("adam-epsilon-zero")
 def test_an_epsilon_of_0_divides_0_by_0():
     """The gradient of lora_A is exactly zero at the first step, because lora_B is."""
     wrong, right = plans("adam-epsilon-zero", {"training.adamEpsilon": "0"})
@@ -58,7 +54,6 @@ def test_an_epsilon_of_0_divides_0_by_0():
     assert trained_values(right).isfinite().all()
 
 
-@pytest.mark.reproduces("momentum-range")
 def test_momentum_of_1_grows_without_bound():
     wrong, right = plans("momentum-range", {"training.optimizer": "SGD", "training.momentum": "1"})
     for plan, bounded in ((wrong, False), (right, True)):
@@ -74,7 +69,6 @@ def test_momentum_of_1_grows_without_bound():
         assert bounded or sizes == [pytest.approx(step) for step in range(1, 101)]
 
 
-@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "deaf", "listening", "setting", "value"),
     [
@@ -94,14 +88,12 @@ def test_settings_that_an_optimizer_does_not_have(rule: str, deaf: str, listenin
     assert not torch.equal(*(trained_values(plan) for plan in heard))
 
 
-@pytest.mark.reproduces("lora-plus-ratio-range")
 def test_lora_b_learns_slower_below_a_ratio_of_1():
     wrong, right = plans("lora-plus-ratio-range", {"method.lora.loraPlusRatio": "0.1"})
     reached = [stepped(plan, steps=12)[1][-1] for plan in (wrong, right)]
     assert reached[0] > reached[1] + 0.05
 
 
-@pytest.mark.reproduces("steps-too-large")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -119,7 +111,6 @@ def test_steps_larger_than_the_weights_unlearn(changes: dict[str, Any]):
         assert (losses[-1] < losses[0] - 1e-4) is learns
 
 
-@pytest.mark.reproduces("weight-decay-erases")
 @pytest.mark.parametrize("optimizer", ["AdamW", "RAdam", "SGD"])
 def test_decay_of_one_over_the_rate_erases_the_weights(optimizer: str):
     """Whatever a weight was, after the step it is the same."""

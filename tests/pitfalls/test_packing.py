@@ -1,7 +1,5 @@
 """Packed documents, padding and chats in the libraries themselves. Ours: tests/unit/finetune_trainer/data."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer

@@ -1,8 +1,7 @@
 """Names that match nothing, or more than was meant: preflight looks at the model, because the rule book cannot."""
 
-from __future__ import annotations
-
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,11 @@ from peft.tuners.oft.layer import OFTLayer
 
 from finetune_job.api.method import MethodType
 from finetune_job.plan.method_plan import AdapterPlan, MethodPlan
-from finetune_trainer.preflight.attached import attached_findings
+from finetune_trainer.preflight.attached import check_attached
+from finetune_trainer.preflight.model_inspection import AttachedModel, ModelInspection
 from finetune_trainer.preflight.module_names import wrong_method_settings
 from tests.pitfalls.one_process import llama, peft_config, tokens, trained
+from tests.support.tiny_model import plan_of, tiny_spec
 
 
 def ranks(**settings) -> dict[str, int]:
@@ -30,11 +31,11 @@ def found(method: str, settings: dict[str, object]) -> set[str]:
 
 
 def attached(method: str, settings: dict[str, object]) -> set[str]:
-    plan = MethodPlan.model_construct(
-        type=MethodType(method), lora=None, adapter=AdapterPlan(settings=settings, autocast_adapter_dtype=True), quantization=None
-    )
-    model = get_peft_model(llama(), peft_config(method, settings))
-    return {finding.rule for finding in attached_findings(model, plan)}
+    adapter = AdapterPlan(settings=settings, autocast_adapter_dtype=True)
+    made = MethodPlan.model_construct(type=MethodType(method), lora=None, adapter=adapter, quantization=None)
+    plan = plan_of(tiny_spec()).model_copy(update={"method": made})
+    model = AttachedModel(get_peft_model(llama(), peft_config(method, settings)), {}, ())
+    return {finding.rule for finding in check_attached(ModelInspection(plan, Path("model"), attached=model))}
 
 
 def test_a_pattern_that_matches_nothing():

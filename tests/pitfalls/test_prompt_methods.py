@@ -1,24 +1,11 @@
 """Prompt methods and AdaLoRA, which lean on whole tensors where a rank has a shard; the product refuses them all."""
 
-from __future__ import annotations
-
 import pytest
 
-from finetune_job.api.method import MethodType
-from finetune_job.methods import METHODS
 from tests.pitfalls.lab.case import Case
 from tests.pitfalls.lab.expect import fails, trains
 from tests.pitfalls.lab.observe import observe
 from tests.pitfalls.lab.ranks import run_ranks
-from tests.pitfalls.manifests import findings
-
-RULE = "method-not-supported"
-
-
-@pytest.mark.parametrize("method", ["PromptTuning", "PTuning", "PrefixTuning", "AdaLoRA"])
-def test_they_are_refused(method):
-    assert METHODS[MethodType(method)].refused
-    assert RULE in findings(type=method)
 
 
 def test_prefix_tuning_cannot_be_checkpointed():

@@ -1,8 +1,6 @@
 """Settings of `data` that say nothing about the records they are written with: what follows if nothing refuses
 them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -49,7 +47,6 @@ def prepared(claims: Path, plan: DataPlan, name: str) -> tuple[SplitFacts, list[
     return preparation.splits[TRAIN], [[int(token) for token in train.document(number)] for number in range(train.num_documents)]
 
 
-@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "data_format", "loss_on", "records", "learnt"),
     [
@@ -70,7 +67,6 @@ def test_a_loss_on_what_records_do_not_have(
     assert facts[0].num_supervised_tokens == facts[0].num_tokens - facts[0].num_records
 
 
-@pytest.mark.reproduces("chat-template-without-chat")
 @pytest.mark.parametrize(("data_format", "records"), [("Text", TEXTS), ("PromptCompletion", PAIRS)])
 def test_a_template_renders_nothing_but_chats(claims: Path, data_format: str, records: list[dict[str, Any]]):
     write(claims, "train.jsonl", records)
@@ -81,7 +77,6 @@ def test_a_template_renders_nothing_but_chats(claims: Path, data_format: str, re
     assert prepared(claims, chats, "chats")[1] == [[6, 2, 3, 6, 4, 5, 0]], "words of the template stand around those of the chat"
 
 
-@pytest.mark.reproduces("csv-with-chat")
 def test_a_table_holds_no_chats(claims: Path):
     (claims / "data/chats.csv").write_text("prompt,completion\na b ,c d\n")
     wrong, right = plans("csv-with-chat", {"data.format": "Chat", "data.source": "pvc://data/chats.csv"})
@@ -91,7 +86,6 @@ def test_a_table_holds_no_chats(claims: Path):
     assert prepared(claims, right.data, "right")[0].num_records == 1
 
 
-@pytest.mark.reproduces("txt-without-text")
 def test_a_text_file_holds_texts_alone(claims: Path):
     (claims / "data/notes.txt").write_text("a b\nc\n\nd e\n")
     wrong, right = plans("txt-without-text", {"data.format": "Chat", "data.source": "pvc://data/notes.txt"})
@@ -101,7 +95,6 @@ def test_a_text_file_holds_texts_alone(claims: Path):
     assert prepared(claims, right.data, "right")[1] == [[2, 3, 4, 0], [5, 6, 0]]
 
 
-@pytest.mark.reproduces("mapping-without-effect")
 def test_a_mapping_of_what_the_format_does_not_have(claims: Path):
     """The names are not looked for, and the records are read by the names of the format, or not at all."""
     rule = "mapping-without-effect"
@@ -115,7 +108,6 @@ def test_a_mapping_of_what_the_format_does_not_have(claims: Path):
     assert preset is DataFormat.CHAT
 
 
-@pytest.mark.reproduces("chat-template-unknown")
 def test_a_word_that_names_no_template_is_one_of_its_own(claims: Path):
     write(claims, "train.jsonl", CHATS)
     wrong, right = plans("chat-template-unknown", {"data.format": "Chat", "data.chatTemplate": "chatml"})
@@ -125,7 +117,6 @@ def test_a_word_that_names_no_template_is_one_of_its_own(claims: Path):
     assert "<|im_start|>" in (right.data.chat_template or "")
 
 
-@pytest.mark.reproduces("dataset-weight-range")
 @pytest.mark.parametrize("weight", ["0", "1000"])
 def test_weights_that_leave_out_or_repeat(claims: Path, weight: str):
     """At 0 a data set is left out; at a thousand the run is one of this data set alone."""
@@ -139,7 +130,6 @@ def test_weights_that_leave_out_or_repeat(claims: Path, weight: str):
     assert prepared(claims, right.data, "right")[0].num_occurrences == 3
 
 
-@pytest.mark.reproduces("source-or-datasets")
 def test_training_data_is_named_twice_or_not_at_all(claims: Path):
     rule = "source-or-datasets"
     neither, named = plans(rule, {"data.source": None})

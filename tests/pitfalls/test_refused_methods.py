@@ -1,7 +1,5 @@
 """`method-not-supported`, method by method: what PEFT does under a trainer like ours; AdaLoRA: test_prompt_methods.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +60,6 @@ def packed_and_alone(method: str) -> tuple[int, float]:
     return len(row) - len(POSITIONS), float((row[-10:] - alone[-10:]).abs().max())
 
 
-@pytest.mark.reproduces("method-not-supported")
 @pytest.mark.parametrize(
     ("method", "shift"), [("PromptTuning", 4), ("PTuning", 4), ("CPT", 3), ("PrefixTuning", 0), ("Cartridge", 0)]
 )
@@ -73,7 +70,6 @@ def test_prompts_shift_the_labels_or_miss_the_second_document(method: str, shift
     assert packed_and_alone(method_of({"method.type": method})) == (0, pytest.approx(0, abs=1e-5))
 
 
-@pytest.mark.reproduces("method-not-supported")
 @pytest.mark.parametrize("method", ["MultitaskPromptTuning", "Poly"])
 def test_methods_that_want_a_task_with_each_record(method: str):
     with pytest.raises(ValueError, match="task_ids"):
@@ -81,7 +77,6 @@ def test_methods_that_want_a_task_with_each_record(method: str):
     assert adapted(method_of({"method.type": method}))(input_ids=FIRST[None]).logits.isfinite().all()
 
 
-@pytest.mark.reproduces("method-not-supported")
 def test_clustering_wants_another_library():
     with pytest.raises(ImportError, match="scikit-learn"):
         adapted("AdaMSS")
@@ -98,13 +93,11 @@ def passes(model: nn.Module) -> tuple[int, list[bool]]:
     return len(seen), seen
 
 
-@pytest.mark.reproduces("method-not-supported")
 def test_other_objects_than_tensors_go_from_layer_to_layer():
     assert not all(passes(adapted("Shadow"))[1])
     assert all(passes(adapted(method_of({"method.type": "Shadow"})))[1])
 
 
-@pytest.mark.reproduces("method-not-supported")
 def test_a_mixture_wants_trained_adapters_and_computes_every_batch_twice(tmp_path: Path):
     get_peft_model(llama(), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])).save_pretrained(tmp_path)
     base = llama()
@@ -119,7 +112,6 @@ def test_a_mixture_wants_trained_adapters_and_computes_every_batch_twice(tmp_pat
     assert passes(adapted(method_of({"method.type": "XLoRA"})))[0] == 1
 
 
-@pytest.mark.reproduces("method-not-supported")
 def test_attention_of_pefts_own_is_there_for_few_models_and_for_no_merge():
     method = "AdaptionPrompt"
     with pytest.raises(ValueError, match="Unsupported model type for adaption prompt"):
@@ -165,7 +157,6 @@ def _shard(model: nn.Module, world_size: int) -> None:
     fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.reproduces("method-not-supported")
 def test_methods_that_two_ranks_train_to_other_weights():
     methods = ["OSF", "RandLoRA"]
     allowed = {method_of({"method.type": method}) for method in methods}

@@ -1,7 +1,5 @@
 """Settings of evaluation and merge that show only once the training is over, in the trainer's own training and merge roles."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +43,6 @@ def evaluated_after(context: RunContext) -> list[int]:
     return [line["step"] for line in lines if "eval_loss" in line]
 
 
-@pytest.mark.reproduces("evaluation-without-validation", "best-model-without-validation")
 def test_without_held_out_records_nothing_is_evaluated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`evaluation-without-validation`, and the last checkpoint is the best for `best-model-without-validation`."""
     losses = iter([4.0, 1.0, 2.0, 3.0])
@@ -75,7 +72,6 @@ def merged(finished: RunContext, plan: RunPlan, output: str) -> dict[str, str]:
     return merge_role.merge(replace(finished, plan=other)).facts
 
 
-@pytest.mark.reproduces("verification-agreement-range")
 def test_no_merged_model_agrees_more_than_always(finished: RunContext):
     wrong, right = plans("verification-agreement-range", {"merge.verify.minTop1Agreement": "2"})
     with pytest.raises(VerificationError, match=r"agrees at 100\.00%; required is 200\.00%"):
@@ -83,7 +79,6 @@ def test_no_merged_model_agrees_more_than_always(finished: RunContext):
     assert merged(finished, right, "agreement-right")["top1"] == "1"
 
 
-@pytest.mark.reproduces("verification-divergence-zero")
 @pytest.mark.parametrize("allowed", ["0", "1e-17"])
 def test_a_rounded_merge_diverges(finished: RunContext, allowed: str):
     # In float32 the divergence of so small a model is below the rounding of its own computation on some processors.
@@ -94,7 +89,6 @@ def test_a_rounded_merge_diverges(finished: RunContext, allowed: str):
     assert merged(finished, right, f"divergence-{allowed}-right")["top1"] == "1"
 
 
-@pytest.mark.reproduces("training-moves-nothing")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -113,7 +107,6 @@ def test_steps_too_small_to_be_seen(changes: dict[str, str], tmp_path: Path):
     assert merged(context, right, "result")["top1"] == "1"
 
 
-@pytest.mark.reproduces("merge-dequantized-without-qlora")
 def test_nothing_was_packed_that_could_be_unpacked(finished: RunContext):
     wrong, right = plans("merge-dequantized-without-qlora", {"merge.base": "Dequantized"})
     with pytest.raises(ValueError, match="nothing was packed in training"):

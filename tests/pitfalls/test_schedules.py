@@ -1,7 +1,5 @@
 """Length, batches and learning rates: shares beyond their range in transformers' schedules and in the trainer's."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -37,7 +35,6 @@ def theirs(schedule: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
     return found
 
 
-@pytest.mark.reproduces("warmup-ratio-range")
 def test_a_run_that_only_warms_up():
     """transformers' rate never reaches its peak; this trainer's does at the end, and never falls."""
     wrong, right = plans("warmup-ratio-range", {"training.warmupRatio": "1"})
@@ -50,7 +47,6 @@ def test_a_run_that_only_warms_up():
     assert rates(right.training)[-1] < 0.1
 
 
-@pytest.mark.reproduces("decay-ratio-range")
 def test_a_decay_longer_than_the_run():
     """transformers starts far below the peak; this trainer decays over all steps, as with 1."""
     scheduler = {"training.scheduler": "WarmupStableDecay", "training.warmupRatio": "0.1"}
@@ -62,7 +58,6 @@ def test_a_decay_longer_than_the_run():
     assert rates(right.training).count(1.0) > 10
 
 
-@pytest.mark.reproduces("decay-within-warmup")
 def test_a_warmup_and_a_decay_longer_than_the_run():
     """transformers' rate drops after the warm-up, where its decay has begun already; ours begins then."""
     written = {"training.warmupRatio": "0.5", "training.decayRatio": "0.8"}
@@ -74,7 +69,6 @@ def test_a_warmup_and_a_decay_longer_than_the_run():
     assert rates(wrong.training) == rates(right.training)
 
 
-@pytest.mark.reproduces("min-learning-rate-ratio-range")
 def test_a_least_rate_above_the_peak():
     wrong, right = plans("min-learning-rate-ratio-range", {"training.minLearningRateRatio": "2", "training.warmupRatio": "0.1"})
     for ratio, training, most in ((2.0, wrong.training, 2.0), (0.0, right.training, 1.0)):
@@ -84,7 +78,6 @@ def test_a_least_rate_above_the_peak():
         assert max(rates(training)) == pytest.approx(most, rel=0.02)
 
 
-@pytest.mark.reproduces
 @pytest.mark.parametrize(
     ("rule", "setting", "deaf", "listening"),
     [
@@ -101,7 +94,6 @@ def test_settings_that_a_schedule_does_not_look_at(rule: str, setting: str, deaf
     assert rates(wrong.training.model_copy(update=heard)) != rates(right.training.model_copy(update=heard))
 
 
-@pytest.mark.reproduces("learning-rate-zero")
 def test_nothing_changes_at_a_rate_of_0():
     wrong, right = plans("learning-rate-zero", {"training.learningRate": "0"})
     for plan, moves in ((wrong, False), (right, True)):
@@ -113,7 +105,6 @@ def test_nothing_changes_at_a_rate_of_0():
         assert bool((weight != 1).any()) is moves
 
 
-@pytest.mark.reproduces("epochs-or-max-steps")
 def test_one_of_two_lengths_is_ignored(tmp_path: Any):
     """Both in transformers and here maxSteps wins without a word."""
     rule = "epochs-or-max-steps"
@@ -131,7 +122,6 @@ def num_steps(training: TrainingPlan) -> int:
     return total_steps(training.epochs, training.max_steps, 100, 4)
 
 
-@pytest.mark.reproduces("global-batch-not-divisible")
 @pytest.mark.parametrize("micro", [{}, {"training.microBatchSize": 2}])
 def test_a_batch_that_does_not_split_loses_sequences(micro: dict[str, int]):
     """What is left over of the division is in no rank's part, step after step."""

@@ -1,7 +1,5 @@
 """Settings that other tools take late and wrongly: here no object can hold them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

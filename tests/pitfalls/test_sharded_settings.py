@@ -1,10 +1,7 @@
 """Settings that one rank takes and two cannot hold to: method-setting-on-one-rank-only."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
 import torch
 
 from tests.pitfalls.lab.ranks import run_ranks
@@ -49,7 +46,6 @@ def found(method: str, settings: dict[str, Any], processes: int) -> bool:
     return RULE in {finding.rule for finding in judged(changes)}
 
 
-@pytest.mark.reproduces("method-setting-on-one-rank-only")
 def test_modules_dropped_on_one_rank_only():
     wrong, right = {"r": 4, "moduleDropout": "0.5"}, {"r": 4, "rankDropout": "0.1"}
     assert any(result.failed for result in run_ranks(train, "LoHa", wrong, 2, 2))
@@ -59,7 +55,6 @@ def test_modules_dropped_on_one_rank_only():
     assert not found("LoHa", wrong, 1)
 
 
-@pytest.mark.reproduces("method-setting-on-one-rank-only")
 def test_parameters_that_are_projected_in_the_forward_pass():
     fitting = {"r": 0, "oftBlockSize": 8}
     wrong = {**fitting, "coft": True, "eps": "0.1"}

@@ -1,7 +1,5 @@
 """Where models and data come from: what the fetch role and the libraries make of sources that the rule book speaks against."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +69,6 @@ def at(plan: RunPlan, commit: str) -> RunPlan:
     return plan.model_copy(update={"fetch": plan.fetch.model_copy(update={"items": items})})
 
 
-@pytest.mark.reproduces("hub-source-without-revision")
 def test_without_a_commit_nothing_is_fetched(hub: Hub, tmp_path: Path):
     """A branch moves between two looks; the commit that was named stays what it was."""
     commit = hub.add("org/model", MODEL)
@@ -87,7 +84,6 @@ def test_without_a_commit_nothing_is_fetched(hub: Hub, tmp_path: Path):
     assert content(fetched(at(right, commit), tmp_path).base_model) == MODEL
 
 
-@pytest.mark.reproduces("model-source-is-dataset")
 def test_a_data_set_is_no_model(hub: Hub, tmp_path: Path):
     rule = "model-source-is-dataset"
     commit = hub.add("org/records", RECORDS, kind="datasets")
@@ -101,7 +97,6 @@ def test_a_data_set_is_no_model(hub: Hub, tmp_path: Path):
     assert content(fetched(right, tmp_path).base_model) == MODEL
 
 
-@pytest.mark.reproduces("model-source-inside-repository")
 def test_the_adapter_would_name_another_base(hub: Hub, tmp_path: Path):
     """What lies in a directory can be read, but an adapter names its base by a repository, whose top is another model."""
     inner = MODEL | {"model.safetensors": b"of the directory"}
@@ -114,7 +109,6 @@ def test_the_adapter_would_name_another_base(hub: Hub, tmp_path: Path):
     assert wrong.model.name == right.model.name == "org/model"
 
 
-@pytest.mark.reproduces("data-source-is-model")
 def test_a_data_set_is_not_found_among_models(hub: Hub, tmp_path: Path):
     rule = "data-source-is-model"
     commit = hub.add("org/records", RECORDS, kind="datasets")
@@ -126,7 +120,6 @@ def test_a_data_set_is_not_found_among_models(hub: Hub, tmp_path: Path):
     assert content(context.path(right.data.train[0].location)) == RECORDS
 
 
-@pytest.mark.reproduces("data-source-is-model")
 @pytest.mark.parametrize("path", ["train.jsonl", "records"])
 def test_a_whole_model_is_no_records_and_a_part_of_one_may_be(hub: Hub, tmp_path: Path, path: str):
     """So the rule is silent where a path is named."""
@@ -139,7 +132,6 @@ def test_a_whole_model_is_no_records_and_a_part_of_one_may_be(hub: Hub, tmp_path
     assert content(fetched(plan, tmp_path / "part").path(plan.data.train[0].location)) == RECORDS
 
 
-@pytest.mark.reproduces("remote-code-not-allowed")
 def test_a_models_own_code_runs(tmp_path: Path):
     """Its configuration alone runs it, in the container and with all that is mounted there."""
     model, mark = tmp_path / "models/base", tmp_path / "written-by-the-model"

@@ -1,7 +1,5 @@
 """Embeddings and output head as one parameter, and single tokens trained in it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.pitfalls.lab.case import Case

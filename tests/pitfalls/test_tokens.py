@@ -1,8 +1,6 @@
 """Rows of the embedding that are trained next to an adapter: each once, in one way, and under FSDP 1 in a unit that holds
 them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ def adapted(base: dict[str, Any] | None = None, **settings: Any) -> torch.nn.Mod
     return get_peft_model(llama(**(base or {})), LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], **settings))
 
 
-@pytest.mark.reproduces("trainable-token-repeated")
 def test_a_repeated_token_has_two_rows():
     rule = "trainable-token-repeated"
     rows = [tuple(p.shape) for name, p in adapted(trainable_token_indices=[3, 3]).named_parameters() if "tokens_delta" in name]
@@ -32,7 +29,6 @@ def test_a_repeated_token_has_two_rows():
     assert rule not in findings(type="LoRA", lora={"trainableTokenIndices": [3]})
 
 
-@pytest.mark.reproduces("trainable-tokens-overlap")
 def test_the_embedding_is_trained_in_one_way():
     rule = "trainable-tokens-overlap"
     model = adapted(trainable_token_indices=[3], modules_to_save=["embed_tokens"])
@@ -83,7 +79,6 @@ def shard_one(rank: int, settings: dict[str, Any], dtype: str, use_orig_params: 
     return float(loss.detach())
 
 
-@pytest.mark.reproduces("fsdp1-trainable-tokens")
 def test_trained_rows_under_fsdp_1():
     rule = "fsdp1-trainable-tokens"
     rows = {"trainableTokenIndices": [3]}
@@ -98,7 +93,6 @@ def test_trained_rows_under_fsdp_1():
     assert rule not in findings({"version": 2}, type="LoRA", lora=rows, dtype="bfloat16")
 
 
-@pytest.mark.reproduces("added-token-repeated")
 def test_a_token_is_added_once(tmp_path):
     write_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -124,7 +118,6 @@ def last_row_moves(config: PeftConfig) -> bool:
     return not torch.equal(model.merge_and_unload().get_input_embeddings().weight[64], begun)
 
 
-@pytest.mark.reproduces("added-tokens-untrained")
 def test_rows_of_added_tokens_stay_what_they_began_as():
     targets = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]}
     assert not last_row_moves(IA3Config(**targets, feedforward_modules=[]))

@@ -11,7 +11,6 @@ UNIFORM = "Must flatten tensors with uniform `requires_grad` when `use_orig_para
 BIASES = {"config": {"attention_bias": True}, "adapter": {"bias": "all"}}
 
 
-@pytest.mark.reproduces("fsdp1-lora-mixed-requires-grad")
 @pytest.mark.parametrize("policy", ["transformer", "none"])
 def test_lora_in_flat_units_fails_without_pefts_policy(policy):
     fails(Case(policy=policy), "shard", "ValueError", UNIFORM)
@@ -29,12 +28,6 @@ def test_original_parameters_may_mix():
     assert RULE not in findings({"version": 1, "useOrigParams": True, "peftWrapPolicy": False}, type="LoRA", dtype="float32")
 
 
-def test_fsdp_2_flattens_nothing():
-    trains(Case(version=2))
-    assert RULE not in findings({"version": 2, "useOrigParams": False, "peftWrapPolicy": False}, type="LoRA")
-
-
-@pytest.mark.reproduces("fsdp1-trained-bias")
 def test_trained_bias_fails_where_the_model_has_biases():
     fails(Case(**BIASES), "shard", UNIFORM)
     assert "fsdp1-trained-bias" in findings({"version": 1}, type="LoRA", lora={"bias": "all"})

@@ -1,7 +1,5 @@
 """What transformers' TrainingArguments and accelerate's plugin make of FSDP settings, at construction and on CPU."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -47,11 +45,6 @@ def test_the_version_that_is_assumed_differs(tmp_path):
     assert plugin_arguments(tmp_path)["fsdp_version"] == 2
     assert plugin().fsdp_version == 1
     assert FsdpSpec().version == 2
-
-
-def test_version_2_drops_settings_of_version_1(tmp_path):
-    assert "use_orig_params" not in plugin_arguments(tmp_path, version=2, use_orig_params=True)
-    assert "no-effect-use-orig-params" in findings({"version": 2, "useOrigParams": True})
 
 
 def test_version_1_is_announced_to_end_and_works(tmp_path):

@@ -1,9 +1,8 @@
 """The claim that a job works on: what the operator makes of it, and what lies on it, where nothing refuses the settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from finetune_operator.children.claims import claims_named_by, workspace_claim
 from finetune_operator.children.frozen_run import Owner
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.read import record_files
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.preflight.job_steps import check_start
 from tests.pitfalls.manifests import JOB, plans, settled, specs
 from tests.unit.finetune_job.rules.manifests import manifest
@@ -35,7 +34,6 @@ def names(claims: list[dict[str, Any]]) -> list[str]:
     return [claim["metadata"]["name"] for claim in claims]
 
 
-@pytest.mark.reproduces("workspace-claim-or-template")
 def test_a_workspace_that_nobody_makes():
     """Pods would mount a claim that neither the user nor the operator makes."""
     found = specs("workspace-claim-or-template", {CLAIM: None})
@@ -45,7 +43,6 @@ def test_a_workspace_that_nobody_makes():
         assert names(made(spec)) == claims
 
 
-@pytest.mark.reproduces("workspace-claim-or-template")
 def test_a_template_beside_a_claim_is_for_nothing():
     """No pod mounts what would be made of it."""
     changes = {f"{TEMPLATE}.storage": "10Gi"}
@@ -58,7 +55,6 @@ def test_a_template_beside_a_claim_is_for_nothing():
     assert plan.workspace.claim == NAMED
 
 
-@pytest.mark.reproduces("retain-with-named-claim")
 def test_a_named_claim_is_nobodys_to_delete():
     changes = {"workspace.retain": "Delete"}
     wrong, right = specs("retain-with-named-claim", changes)
@@ -73,7 +69,6 @@ def test_a_named_claim_is_nobodys_to_delete():
     ]
 
 
-@pytest.mark.reproduces("output-deleted-with-job")
 def test_results_go_with_a_claim_that_belongs_to_the_job():
     """The garbage collector deletes what the job owns, and what is on it."""
     changes = {
@@ -90,7 +85,6 @@ def test_results_go_with_a_claim_that_belongs_to_the_job():
         assert [owner["uid"] for owner in claim["metadata"].get("ownerReferences", [])] == owners
 
 
-@pytest.mark.reproduces("workspace-inside-data")
 @pytest.mark.parametrize(
     "records",
     [
@@ -113,15 +107,15 @@ def test_a_job_reads_its_own_files_as_records(tmp_path: Path, records: dict[str,
     assert read == [{"a.jsonl", "history.jsonl", "preflight.json", "manifest.json"}, {"a.jsonl"}]
 
 
-@pytest.mark.reproduces("start-needs-named-claim")
 def test_a_claim_that_is_made_for_a_job_holds_no_checkpoint_yet(tmp_path: Path):
     changes = {CLAIM: None, f"{TEMPLATE}.storage": "10Gi", "training.startFrom": "other-0a1b2c3d/checkpoints/step-0000000100"}
     wrong, right = plans("start-needs-named-claim", changes)
     # The claim of the plan is the one that the operator makes, and a claim that was just made is an empty directory.
     (tmp_path / MADE).mkdir()
     job = RunContext(plan=wrong, plan_sha256="", claims_root=tmp_path, attempt=0)
-    (finding,) = check_start(JobInspection(job))
+    structure: Any = SimpleNamespace(batches=(), trainable={})
+    (finding,) = check_start(Inspection(job, structure=structure))
     assert (finding.rule, finding.field) == ("start-not-usable", "spec.training.startFrom")
     assert wrong.training.start_from is not None
     assert wrong.training.start_from.claim == MADE
-    assert list(check_start(JobInspection(replace(job, plan=right)))) == []
+    assert list(check_start(Inspection(replace(job, plan=right), structure=structure))) == []

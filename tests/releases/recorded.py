@@ -16,9 +16,9 @@ from finetune_job.conditions import is_condition_true
 from finetune_job.names import PLAN_KEY
 from finetune_job.reasons import ConditionType
 from finetune_job.stored_status import read_status
-from finetune_operator.cluster.projection import batch_job_view, pod_view
+from finetune_operator.cache.projection import batch_job_view, pod_view
 from finetune_operator.decide.actions import Create, Delete
-from finetune_operator.decide.children_seen import BatchJobView, ConfigMapView
+from finetune_operator.decide.seen.children_seen import BatchJobView, ConfigMapView
 from tests.support.builders import JobBuilder
 from tests.support.simulated_cluster import Children, SimulatedCluster
 

@@ -22,8 +22,8 @@ def carried_on(recorded: Document, stage: str) -> str:
     from finetune_job.api.job import FineTuneJobSpec
     from finetune_job.api.profile import FineTuneProfileSpec
     from finetune_job.api.status import FineTuneJobStatus
-    from finetune_operator.cluster.projection import batch_job_view, pod_view
-    from finetune_operator.decide.children_seen import ConfigMapView
+    from finetune_operator.cache.projection import batch_job_view, pod_view
+    from finetune_operator.decide.seen.children_seen import ConfigMapView
     from tests.support.builders import JobBuilder
     from tests.support.simulated_cluster import Children, SimulatedCluster
 

@@ -3,8 +3,6 @@
 Without --only the first N steps of each seed are taken. Prints one line per walk that fails; the exit code is 1 when any did.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -4,8 +4,6 @@ Objects are replaced and never changed in place, so the holder of one has a snap
 fed from.
 """
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
-from finetune_operator.cluster.kinds import (
+from finetune_operator.client.kinds import (
     BATCH_JOBS,
     CLAIMS,
     CONFIG_MAPS,

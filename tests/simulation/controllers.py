@@ -1,11 +1,9 @@
 """The parts of kube-controller-manager that a FineTuneJob lives with: Job controller, garbage collector, namespace controller."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, EVENTS, JOBS, PODS, SERVICES
+from finetune_operator.client.kinds import BATCH_JOBS, EVENTS, JOBS, PODS, SERVICES
 from tests.simulation.api_server import FOREGROUND, KINDS, ORPHAN, ApiServer, Document, RefusedError, owned_by
 from tests.simulation.virtual_time import stamp
 

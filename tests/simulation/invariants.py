@@ -1,7 +1,5 @@
 """What must never happen, judged by the server's own record of every change and call, never by the operator's tables."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from finetune_job.names import LABEL_ATTEMPT, LABEL_JOB_UID, LABEL_ROLE
-from finetune_operator.cluster.kinds import BATCH_JOBS, EVENTS, JOBS, PODS
+from finetune_operator.client.kinds import BATCH_JOBS, EVENTS, JOBS, PODS
 from tests.simulation.api_server import ApiServer, Change, Document
 from tests.simulation.controllers import is_over, is_true
 from tests.simulation.nodes import Nodes
@@ -65,8 +63,6 @@ class Invariants:
     place_of_job: dict[str, tuple[str, str, int]] = field(default_factory=dict)
     """UID of a batch Job -> UID of its FineTuneJob, role, attempt, as they were at its creation."""
     job_of_pod: dict[str, str] = field(default_factory=dict)
-    num_continued: int = 0
-    """How often the operator has let a pod run its second attempt."""
     counted_faults: bool = False
     """Whether anything has happened that may be counted against a job."""
 
@@ -80,14 +76,11 @@ class Invariants:
             self._batch_job(change.after, by_operator=change.by_operator)
         elif change.kind == PODS and change.before is None and change.after is not None:
             self._pod(change.after)
-        elif change.kind == PODS and change.by_operator and change.after is not None:
-            self._continues(change.after)
         elif change.by_operator and change.before is None and change.after is not None and change.kind != EVENTS:
             self._no_creates_after_the_end(change.kind.name, change.after)
 
     def _job(self, change: Change) -> None:
         after = change.after
-        assert after is not None
         uid = after["metadata"]["uid"]
         life = self.lives.setdefault(uid, Life(after["metadata"]["name"]))
         before_status = ((change.before or {}).get("status")) or {}
@@ -114,7 +107,7 @@ class Invariants:
                 same = before.get("gangNodes") == after.get("gangNodes")
                 self._expect(same, f"{life.name}: the gang of attempt {new} got another size")
             if new > old:
-                is_settled = _exists(life, after, role, old) or not self._was_recorded(after, role, old)
+                is_settled = (role, old) in life.created_jobs or not self._was_recorded(after, role, old)
                 self._expect(is_settled, f"{life.name}: attempt {old} of {role} is recorded and was never created")
         if before.get("startTime"):
             self._expect(after.get("startTime") == before["startTime"], f"{life.name}: the start is written once")
@@ -137,7 +130,7 @@ class Invariants:
         seen = [(item.get("role", "train"), item["number"]) for item in after.get("attempts") or ()]
         self._expect(len(seen) == len(set(seen)), f"{life.name}: an attempt is recorded twice: {seen}")
         for place in seen:
-            self._expect(_exists(life, after, *place), f"{life.name}: attempt {place} is recorded and was never created")
+            self._expect(place in life.created_jobs, f"{life.name}: attempt {place} is recorded and was never created")
         for item in after.get("attempts") or ():
             if item.get("counted"):
                 self._expect(
@@ -251,26 +244,6 @@ class Invariants:
         }
         self._expect(not others, f"two live gangs: {pod['metadata']['name']} starts while {sorted(others)} can run")
 
-    def _continues(self, pod: Document) -> None:
-        """The operator lets a pod run its second attempt: status must know the end of the first and the number."""
-        uid, role, first = self.place_of_job.get(self.job_of_pod.get(pod["metadata"]["uid"], ""), ("", "", 0))
-        job = self.server.by_uid(JOBS, uid)
-        if job is None or "deletionTimestamp" in pod["metadata"]:
-            return
-        status, told, life = job.get("status") or {}, int(pod["metadata"]["labels"][LABEL_ATTEMPT]), self.lives[uid]
-        self.num_continued += 1
-        said = f"{life.name}: pod {pod['metadata']['name']} of attempt {first} may run attempt {told}"
-        self._expect(
-            role == "train" and told == first + 1 == status.get("attempt", 0), f"{said}, status: {status.get('attempt')}"
-        )
-        ended = [one for one in status.get("attempts") or () if one.get("role", "train") == role and one["number"] == first]
-        self._expect([one["outcome"] for one in ended] == ["Failed"], f"{said}, and the first has not ended")
-        self._expect(life.outcome is None, f"{said} after the end")
-        others = [
-            name for name, job_uid in self._alive() if self.place_of_job[job_uid][0] == uid and name != pod["metadata"]["name"]
-        ]
-        self._expect(not others, f"{said} while these can run: {others}")
-
     def _alive(self) -> list[tuple[str, str]]:
         """Pods that can run, with the UID of their Job: by the API, or in truth on a node that does not answer."""
         found = {}
@@ -312,13 +285,6 @@ class Invariants:
     def _expect(self, holds: bool, complaint: str) -> None:
         if not holds:
             self.complaints.append(complaint)
-
-
-def _exists(life: Life, status: Document, role: str, number: int) -> bool:
-    """Whether an attempt has a Job of its own, or runs in that of the attempt before it."""
-    before = [one for one in status.get("attempts") or () if (one.get("role", "train"), one["number"]) == (role, number - 1)]
-    continued = bool(before) and before[0].get("continued", False) and (role, number - 1) in life.created_jobs
-    return (role, number) in life.created_jobs or continued
 
 
 def _state(status: Document, kind: str) -> str:

@@ -1,22 +1,17 @@
 """Scheduler, kubelets and the life of nodes. `processes` is the truth about what runs, whatever the API says of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
 
-from finetune_job.failures import EXIT_CODES, FailureClass
-from finetune_job.names import LABEL_ATTEMPT, LABEL_ROLE, Role
-from finetune_operator.cluster.kinds import CONFIG_MAPS, PODS
+from finetune_job.failures import EXIT_CODES, FailureClass, RankRestart
+from finetune_job.names import LABEL_ROLE, Role
+from finetune_operator.client.kinds import CONFIG_MAPS, PODS
 from tests.simulation.api_server import ApiServer, Document
 from tests.simulation.controllers import INDEX, is_over, phase_of, warn
 from tests.simulation.virtual_time import stamp
 from tests.support.builders import envelope
 
 ROOM = 4
-LONGEST_WAIT_SECONDS = 300.0
-"""Of a container that was started again and is not told its attempt."""
 
 
 @dataclass
@@ -32,8 +27,6 @@ class Node:
     """The taint manager has marked its pods."""
     starts_pods: bool = True
     """False: images cannot be pulled there."""
-    knows_rules: bool = True
-    """Its kubelet starts containers again that have a rule for that; one of an older release fails the pod."""
 
 
 @dataclass
@@ -44,10 +37,10 @@ class Nodes:
     nodes: list[Node] = field(default_factory=lambda: [Node("node-a"), Node("node-b"), Node("node-c")])
     processes: dict[str, str] = field(default_factory=dict)
     """UID of a pod whose process runs -> name of its node."""
+    restarts_ranks: bool = False
+    """Whether supervisors may have started their ranks again."""
     is_full: bool = False
     """Nobody is scheduled any more."""
-    begun: dict[str, list[int]] = field(default_factory=dict)
-    """UID of a pod -> the attempts of training that its containers have begun to run."""
 
     def node(self, name: str) -> Node | None:
         return next((node for node in self.nodes if node.name == name), None)
@@ -83,8 +76,6 @@ class Nodes:
                 self._end_deleted(pod)
             elif phase_of(pod) == "Pending":
                 self._start(pod, node)
-            elif phase_of(pod) == "Running":
-                self._run(self._start_again(pod, node))
         known = {pod["metadata"]["uid"] for pod in self.server.all(PODS)}
         for uid, name in list(self.processes.items()):
             node = self.node(name)
@@ -123,52 +114,7 @@ class Nodes:
             }
 
         self.processes[pod["metadata"]["uid"]] = node.name
-        self._run(self.server.update(PODS, pod, change))
-
-    def _start_again(self, pod: Document, node: Node) -> Document:
-        """A container that has ended in a pod that continues. After the first time the kubelet pauses, and says so."""
-        container = pod["status"]["containerStatuses"][0]
-        ended, restarts = container["state"].get("terminated"), container["restartCount"]
-        waits = container["state"].get("waiting") is not None
-        if ended is not None and restarts:
-            state = {"waiting": {"reason": "CrashLoopBackOff"}}
-        elif ended is not None or (waits and self.server.random.random() < 0.3):
-            state, restarts = {"running": {"startedAt": stamp(self.server.now())}}, restarts + 1
-            self.processes[pod["metadata"]["uid"]] = node.name
-        else:
-            return pod
-        last = {"terminated": ended} if ended is not None else container["lastState"]
-        again = {**container, "state": state, "lastState": last, "restartCount": restarts}
-
-        def change(item: Document) -> None:
-            item["status"] = {**item["status"], "containerStatuses": [again]}
-
-        return self.server.update(PODS, pod, change)
-
-    def _run(self, pod: Document) -> None:
-        """The first container runs the attempt of its arguments; the one after it the next, once the pod's label names it."""
-        labels, container = pod["metadata"]["labels"], pod["status"]["containerStatuses"][0]
-        begun = self.begun.setdefault(pod["metadata"]["uid"], [])
-        if labels.get(LABEL_ROLE) != Role.TRAIN or "running" not in container["state"] or len(begun) > container["restartCount"]:
-            return
-        arguments = pod["spec"]["containers"][0]["args"]
-        attempt = int(arguments[arguments.index("--attempt") + 1]) + container["restartCount"]
-        if not container["restartCount"] or labels.get(LABEL_ATTEMPT) == str(attempt):
-            begun.extend([-1] * (container["restartCount"] - len(begun)))
-            begun.append(attempt)
-        elif self._since(container["state"]["running"]["startedAt"]) >= LONGEST_WAIT_SECONDS:
-            self.end(pod, FailureClass.PREEMPTED)
-
-    def _since(self, moment: str) -> float:
-        return (self.server.now() - datetime.fromisoformat(moment)).total_seconds()
-
-    def _goes_on(self, pod: Document, code: int) -> bool:
-        """Whether the kubelet will start the container of this pod again."""
-        node = self.node(pod["spec"].get("nodeName", ""))
-        if node is None or not node.knows_rules or "deletionTimestamp" in pod["metadata"]:
-            return False
-        rules = pod["spec"]["containers"][0].get("restartPolicyRules") or ()
-        return any(rule["action"] == "Restart" and code in rule["exitCodes"]["values"] for rule in rules)
+        self.server.update(PODS, pod, change)
 
     def _waiting(self, pod: Document, reason: str) -> None:
         def change(item: Document) -> None:
@@ -194,7 +140,10 @@ class Nodes:
         rank = int((pod["metadata"].get("annotations") or {}).get(INDEX, "0"))
         role = Role(pod["metadata"]["labels"].get(LABEL_ROLE, "train"))
         now = self.server.now()
-        said = envelope(failure, role=role, node_rank=rank, rank=rank, time=now.timestamp()) if message is None else message
+        said = message
+        if said is None:
+            restarts = self._restarts_of_ranks(pod) if failure is not FailureClass.PREEMPTED else []
+            said = envelope(failure, role=role, node_rank=rank, rank=rank, time=now.timestamp(), restarts=restarts)
 
         def change(item: Document) -> None:
             container = item["status"]["containerStatuses"][0]
@@ -208,12 +157,20 @@ class Nodes:
             }
             item["status"] = {
                 **item["status"],
-                "phase": "Succeeded" if code == 0 else "Running" if self._goes_on(item, code) else "Failed",
+                "phase": "Succeeded" if code == 0 else "Failed",
                 "containerStatuses": [{**container, "state": {"terminated": ended}}],
             }
 
         self.processes.pop(pod["metadata"]["uid"], None)
         return self.server.update(PODS, pod, change)
+
+    def _restarts_of_ranks(self, pod: Document) -> list[RankRestart]:
+        """Restarts that the supervisor of a gang of one pod has made, up to as many as it may."""
+        arguments = pod["spec"]["containers"][0]["args"]
+        most = int(arguments[arguments.index("--restarts") + 1]) if "--restarts" in arguments else 0
+        number = self.server.random.randint(0, most) if self.restarts_ranks else 0
+        restart = RankRestart(failure=FailureClass.INTERNAL, message="a rank was killed", time=self.server.now().timestamp())
+        return [restart] * number
 
     def fail_without_status(self, pod: Document, reason: str) -> Document:
         """The kubelet fails a pod whose container never ran (`OutOfcpu`, `Evicted`, ...)."""
@@ -277,12 +234,3 @@ class Nodes:
             and (node := self.node(pod["spec"]["nodeName"]))
             and node.answers
         ]
-
-    def works(self, pod: Document) -> bool:
-        """Whether a container runs that may end well: one of training that was started again waits before it trains."""
-        container = pod["status"]["containerStatuses"][0]
-        if "running" not in container["state"]:
-            return False
-        if pod["metadata"]["labels"].get(LABEL_ROLE) != Role.TRAIN:
-            return True
-        return len(self.begun.get(pod["metadata"]["uid"], ())) > container.get("restartCount", 0)

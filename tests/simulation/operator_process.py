@@ -9,26 +9,22 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from finetune_job.progress import Progress
-from finetune_operator.background import Relisting, keep_trying
-from finetune_operator.cluster.accounts import Accounts
-from finetune_operator.cluster.cache import Cache, JobKey
-from finetune_operator.cluster.execute import Executor
-from finetune_operator.cluster.failed_passes import FailedPasses
-from finetune_operator.cluster.gather import Gathered, Gatherer
-from finetune_operator.cluster.in_flight import RequestLimiter
-from finetune_operator.cluster.kinds import EVENTS, WATCHED, Kind, selector_of
-from finetune_operator.cluster.recorder import EventRecorder
-from finetune_operator.cluster.relist import fill, relist
-from finetune_operator.cluster.warning_events import WarningEvents
+from finetune_operator.cache.cache import Cache
+from finetune_operator.cache.relist import relist
+from finetune_operator.cache.warning_events import WarningEvents
+from finetune_operator.client.kinds import CACHED, EVENTS, JobKey, Kind, selector_of
+from finetune_operator.passes.execute import Executor
+from finetune_operator.passes.gather import Gathered, Gatherer
+from finetune_operator.passes.recorder import EventRecorder
+from finetune_operator.passes.worker import Worker, urgency
+from finetune_operator.queue.workqueue import WorkQueue
 from finetune_operator.settings import Rates, Timeouts
-from finetune_operator.worker import Worker, urgency
-from finetune_operator.workqueue import WorkQueue
+from finetune_operator.side_tasks.background import Relisting, keep_trying
 from tests.simulation.api_server import ApiServer, Change, Document, labels_match
 from tests.simulation.transport import Call, Weather, Wire, simulated_api
 from tests.simulation.virtual_time import VirtualLoop
 
 WORKERS = 4
-OPERATOR_NAMESPACE = "finetune-system"
 PASSES_PER_SECOND = 15
 """More passes over one job in one second than this are passes without effect or pause."""
 
@@ -125,13 +121,13 @@ class OperatorProcess:
         self.observer = Observer()
         self.is_alive = True
         self.is_synced = False
-        self.watches = {kind: Watch(kind, server) for kind in WATCHED}
+        self.watches = {kind: Watch(kind, server) for kind in CACHED}
         self._loop = loop
         self._wire = Wire(server, weather, random.Random(seed), on_call, self.kill)
         timeouts = Timeouts()
-        in_flight = RequestLimiter(Rates().requests_in_flight, clock=loop.time)
         # Small pages, so that lists break in the middle.
-        api = simulated_api(self._wire, page_size=3, in_flight=in_flight, clock=lambda: loop.now().timestamp())
+        in_flight = Rates().requests_in_flight
+        api = simulated_api(self._wire, page_size=3, most_in_flight=in_flight, clock=lambda: loop.now().timestamp())
         self.cache = Cache(clock=loop.time)
         self.queue: WorkQueue[JobKey] = WorkQueue(retry_first=timeouts.retry_first, retry_longest=timeouts.retry_longest)
         self.cache.lines.turn_has_come = lambda key: self.queue.add(key, urgency(self.cache.job(key)))
@@ -139,19 +135,9 @@ class OperatorProcess:
         draw = random.Random(f"jitter {seed}").random
         self.gatherer = _Gatherer(api, self.cache, timeouts.pending_events_after, self.warnings, draw)
         self.gatherer.observer = self.observer
-        recorder = EventRecorder(api, "simulated", is_busy=lambda: len(self.queue) > 0, clock=loop.time)
+        recorder = EventRecorder(api, "simulated")
         executor = Executor(api, self.cache, self.gatherer, recorder, now=loop.now)
-        self.accounts = Accounts(api, self.cache, OPERATOR_NAMESPACE, "accounts", now=loop.now)
-        worker = Worker(
-            self.queue,
-            self.gatherer,
-            executor,
-            self.observer,
-            loop.now,
-            self.accounts.decided,
-            cpu_clock=lambda: 0.0,
-            tell_failure=FailedPasses(api, self.cache, loop.now).tell,
-        )
+        worker = Worker(self.queue, self.gatherer, executor, self.observer, loop.now, cpu_clock=lambda: 0.0)
         self._restarted = asyncio.Event()
         relisting = Relisting(
             compare=lambda: relist(api, self.cache, ()),
@@ -164,13 +150,13 @@ class OperatorProcess:
         )
 
         async def work() -> None:
-            await keep_trying("first list", lambda: fill(api, self.cache, ()), _unheard)
+            await keep_trying("first list", lambda: relist(api, self.cache, ()), _unheard)
             for watch in self.watches.values():
                 watch.list_again()
             for key in self.cache.job_keys():
                 self.queue.add(key, urgency(self.cache.job(key)))
             self.is_synced = True
-            tasks_by_name = {"relist": relisting.run, "accounts": self.accounts.run, "events": recorder.run}
+            tasks_by_name = {"relist": relisting.run, "events": recorder.run}
             others = [keep_trying(name, task, _unheard) for name, task in tasks_by_name.items()]
             await asyncio.gather(*others, *(worker.run() for _ in range(WORKERS)))
 
@@ -202,11 +188,8 @@ class OperatorProcess:
     def deliver(self, kind: Kind, uid: str, *, latest_only: bool = False) -> None:
         """Hand the pending events of an object to the cache, as the sink of the watches does."""
         for deleted, document in self.watches[kind].take(uid, latest_only=latest_only):
-            held = self.cache.read(kind, document)
-            if held is None:
-                # Not a child of ours: an orphaned one has no owner any more.
-                continue
-            for key in sorted(self.cache.remove(kind, held) if deleted else self.cache.apply(kind, held)):
+            concerned = self.cache.take_deleted(kind, document) if deleted else self.cache.take(kind, document)
+            for key in sorted(concerned):
                 self.queue.add(key, urgency(self.cache.job(key)))
 
     def deliver_all(self) -> None:

@@ -1,7 +1,5 @@
 """The simulation notices an operator that is broken: each test breaks one thing and waits for the complaint about it."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Mapping
@@ -14,20 +12,21 @@ import pytest
 
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import Reason
-from finetune_operator import worker
+from finetune_operator.cache.cache import Cache
 from finetune_operator.children.train_job import train_job
-from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.cache import Cache
-from finetune_operator.cluster.kinds import Kind
-from finetune_operator.decide import finish, preparation_stages, reconcile, role_stage, train_stage
+from finetune_operator.client.api import Api
+from finetune_operator.client.kinds import Kind
+from finetune_operator.decide import reconcile
 from finetune_operator.decide.actions import Actions
-from finetune_operator.decide.classify import Failure
-from finetune_operator.decide.finish import finish_failed
-from finetune_operator.decide.observed import Observed
+from finetune_operator.decide.failures.classify import Failure
+from finetune_operator.decide.failures.restart_policy import POLICY, RestartDecision, Retry
 from finetune_operator.decide.pass_result import PassResult
-from finetune_operator.decide.restart_policy import POLICY, RestartDecision, Retry
-from finetune_operator.decide.role_stage import RoleStage
-from finetune_operator.worker import Worker
+from finetune_operator.decide.seen.observed import Observed
+from finetune_operator.decide.stages import finish, preparation_stages, role_stage, train_stage
+from finetune_operator.decide.stages.finish import finish_failed
+from finetune_operator.decide.stages.role_stage import RoleStage
+from finetune_operator.passes import worker
+from finetune_operator.passes.worker import Worker
 from tests.simulation.walk import walk
 
 pytestmark = pytest.mark.nightly
@@ -88,16 +87,13 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     ),
     "restarts without a budget": (
         "counted restarts",
-        lambda: patch.object(role_stage, "restart_decision", lambda *_: RestartDecision.RESTART_COUNTED),
+        lambda: patch.object(role_stage, "restart_decision", lambda *_, **__: RestartDecision.RESTART_COUNTED),
     ),
     "an eviction that is counted": (
         "nothing failed by its own fault|without a fault of its own",
         lambda: patch.dict(POLICY, COUNTED_EVICTIONS),
     ),
-    "a later role that ends the job": (
-        "trained, and ended with Failed",
-        lambda: patch.object(RoleStage, "fail", _always_failed),
-    ),
+    "a later role that ends the job": ("trained, and ended with Failed", lambda: patch.object(RoleStage, "fail", _always_failed)),
     "an end that leaves what runs": (
         "Finished while these can run",
         lambda: patch.multiple(finish, stop_running=lambda *_: None, still_running=lambda _: ""),
@@ -108,7 +104,7 @@ BREAKS: Mapping[str, tuple[str, Callable[[], Any]]] = {
     ),
     "a gang with a node too many": (
         "are allowed, status",
-        lambda: patch.object(train_stage, "train_job", lambda run, attempt, nodes: train_job(run, attempt, nodes + 1)),
+        lambda: patch.object(train_stage, "train_job", lambda run, number, nodes, _: train_job(run, number, nodes + 1)),
     ),
     "a gate that nobody takes off": ("no rest|has not ended", lambda: patch.object(PassResult, "ungate", lambda *_: None)),
     "events that are not heard": (

@@ -1,14 +1,12 @@
 """Somebody deletes a job that a finalizer holds: nothing looks after what runs of it, so nothing of it runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
+from finetune_operator.client.kinds import BATCH_JOBS, JOBS, PODS
 from tests.simulation.api_server import Change, Document
 from tests.simulation.controllers import condition_list, is_over
 from tests.simulation.virtual_time import VirtualLoop, run
@@ -111,10 +109,8 @@ def test_deleted_job_that_waits_holds_up_nobody() -> None:
         world.manifests[TEAM, "a-first"] = blocker
         world.apply(TEAM, "a-first")
         job = world.server.get(JOBS, TEAM, "a-first")
-        assert job is not None
         world.server.update(JOBS, job, lambda item: item["metadata"].update(finalizers=[FINALIZER]))
         job = world.server.get(JOBS, TEAM, "a-first")
-        assert job is not None
         world.remove_job(job, "Background")
         world.start_operator()
         await world.rest(30, succeed=True)

@@ -1,13 +1,11 @@
 """The watches are silent for two minutes: what is irrevocable is not decided by what they have told before."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 
 import pytest
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, JOBS, PODS
+from finetune_operator.client.kinds import BATCH_JOBS, JOBS, PODS
 from tests.simulation.controllers import phase_of
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import TEAM, World, a_manifest

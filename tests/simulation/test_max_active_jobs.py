@@ -1,7 +1,5 @@
 """`maxActiveJobs` holds at every moment, whatever makes many jobs ready at once, and whatever becomes of the requests."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
@@ -9,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.cluster.kinds import CLAIMS, JOBS, PROFILES
+from finetune_operator.client.kinds import CLAIMS, JOBS, PROFILES
 from tests.simulation.api_server import Change
 from tests.simulation.controllers import is_true
 from tests.simulation.virtual_time import VirtualLoop, run
@@ -34,7 +32,6 @@ class Team:
 
     def delete_claim(self, name: str) -> None:
         claim = self.world.server.get(CLAIMS, TEAM, name)
-        assert claim is not None
         self.world.delete(CLAIMS, claim)
 
     def edit_profile(self, **fields: Any) -> None:

@@ -1,12 +1,10 @@
 """A job is deleted and applied again at once, while what it leaves is still there: the new one waits, and takes nothing of it."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, JOBS
+from finetune_operator.client.kinds import BATCH_JOBS, CLAIMS, JOBS
 from tests.simulation.api_server import Change, Document
 from tests.simulation.controllers import is_true
 from tests.simulation.virtual_time import VirtualLoop, run
@@ -93,7 +91,6 @@ def test_claim_that_goes_with_its_job_is_waited_for_and_made_again(protected: bo
             story.world.cluster_works()
             await story.world.rest(2, succeed=False, quiet=True)
             claim = story.claim()
-            assert claim is not None
             assert "deletionTimestamp" in claim["metadata"]
             (job,) = story.world.server.all(JOBS)
             assert "startTime" not in (job.get("status") or {}), "nothing is frozen as long as the workspace is not there"
@@ -102,7 +99,6 @@ def test_claim_that_goes_with_its_job_is_waited_for_and_made_again(protected: bo
 
     run(live(), story.loop)
     claim = story.claim()
-    assert claim is not None
     assert _owners(claim) == [story.second]
     assert story.second_has_succeeded()
     assert (story.stalls, story.jobs_on_old_claim) == (set(), [])
@@ -118,7 +114,6 @@ def test_claim_that_is_kept_is_taken_by_the_next_job_of_the_name() -> None:
         await story.world.rest(20, succeed=True)
         assert kept is not None
         taken = story.claim()
-        assert taken is not None
         assert taken["metadata"]["uid"] == kept["metadata"]["uid"]
 
     run(live(), story.loop)

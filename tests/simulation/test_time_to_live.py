@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from finetune_job.names import LABEL_MANAGED_BY, MANAGED_BY
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NETWORK_POLICIES, SERVICES
+from finetune_operator.client.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, NETWORK_POLICIES, SERVICES
 from tests.simulation.controllers import is_true
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import CLAIM_NAMES, TEAM, World, a_manifest
@@ -47,7 +47,7 @@ def test_nothing_is_left_but_the_job_and_its_claims(elsewhere: bool, restarted: 
         assert world.invariants.num_calls - calls < 30, "nothing is looked up any more"
 
     run(story(), loop)
-    assert left(world) == ["ConfigMap/accounts", "NetworkPolicy/tune-of-the-team"]
+    assert left(world) == ["NetworkPolicy/tune-of-the-team"]
     assert {item["metadata"]["name"] for item in world.server.all(CLAIMS)} == set(CLAIM_NAMES)
 
 
@@ -58,13 +58,12 @@ def test_network_policy_of_a_stranger_under_the_name_of_a_childs_is_left() -> No
         world.start_operator()
         await world.rest(20, succeed=True)
         ours = world.server.get(NETWORK_POLICIES, TEAM, "tune-run")
-        assert ours is not None
         world.delete(NETWORK_POLICIES, ours)
         world.server.create(NETWORK_POLICIES, TEAM, {"metadata": {"name": "tune-run"}, "spec": {}})
         await world.rest(70, succeed=True)
 
     run(story(), loop)
-    assert left(world) == ["ConfigMap/accounts", "NetworkPolicy/tune-run"]
+    assert left(world) == ["NetworkPolicy/tune-run"]
 
 
 def test_service_of_a_stranger_under_the_name_of_a_childs_is_left() -> None:
@@ -76,7 +75,6 @@ def test_service_of_a_stranger_under_the_name_of_a_childs_is_left() -> None:
         (job,) = world.server.all(JOBS)
         assert is_true(job, "Succeeded")
         ours = world.server.get(SERVICES, TEAM, "tune-gang")
-        assert ours is not None
         world.delete(SERVICES, ours)
         world.server.create(SERVICES, TEAM, {"metadata": {"name": "tune-gang"}, "spec": {}})
         # The job does own a Service, which somebody has made for it.

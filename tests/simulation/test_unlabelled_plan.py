@@ -1,12 +1,10 @@
 """Somebody takes the label off by which children are watched, and the operator is restarted: nothing of the job is lost."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
 
-from finetune_operator.cluster.kinds import CONFIG_MAPS, JOBS
+from finetune_operator.client.kinds import CONFIG_MAPS, JOBS
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import TEAM, World, a_manifest
 
@@ -20,11 +18,9 @@ def test_a_plan_without_label_is_found_and_one_that_is_gone_is_said_to_be(delete
     async def live() -> None:
         await world.rest(2, succeed=False)
         plan = world.server.get(CONFIG_MAPS, TEAM, "tune-plan")
-        assert plan is not None
         world.unlabel(CONFIG_MAPS, plan)
         if deleted:
             world.delete(CONFIG_MAPS, world.server.get(CONFIG_MAPS, TEAM, "tune-plan") or {})
-        assert world.operator is not None
         world.operator.kill()
         await world.rest(20, succeed=True)
 

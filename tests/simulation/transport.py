@@ -1,8 +1,6 @@
 """The wire between the operator's real API client and the simulated server: requests take time, fail before or after they take
 effect, hang, or are the last thing that the operator ever does."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -16,9 +14,9 @@ from urllib.parse import parse_qsl, urlsplit
 import aiohttp
 from kubernetes.aio.client.configuration import Configuration
 
-from finetune_operator.cluster import api as api_module
-from finetune_operator.cluster.api import Api
-from finetune_operator.cluster.kinds import Kind
+from finetune_operator.client import api as api_module
+from finetune_operator.client.api import Api
+from finetune_operator.client.kinds import Kind
 from tests.simulation.api_server import KINDS, ApiServer, Document, RefusedError, fields_match, labels_match
 
 HOST = "http://simulated"
@@ -83,12 +81,7 @@ class Wire:
     """Stands where `ApiClient` does: one for each life of the operator."""
 
     def __init__(
-        self,
-        server: ApiServer,
-        weather: Weather,
-        rng: random.Random,
-        on_call: Callable[[Call], None],
-        die: Callable[[], None],
+        self, server: ApiServer, weather: Weather, rng: random.Random, on_call: Callable[[Call], None], die: Callable[[], None]
     ) -> None:
         self.configuration = Configuration(host=HOST)
         self.user_agent = ""

@@ -1,8 +1,6 @@
 """An event loop whose time jumps to the next timer instead of waiting for it: days pass in seconds, in the same order each
 time."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 from collections.abc import Coroutine

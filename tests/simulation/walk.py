@@ -1,8 +1,7 @@
 """A walk: many small steps, each drawn from its own seed, so that a failing walk can be replayed and shrunk step by step."""
 
-from __future__ import annotations
-
 import asyncio
+import contextlib
 import random
 import time
 import zlib
@@ -11,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from finetune_job.failures import FailureClass
-from finetune_operator.cluster.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES
+from finetune_operator.client.kinds import BATCH_JOBS, CLAIMS, CONFIG_MAPS, JOBS, PODS, PROFILES, SERVICES
 from tests.simulation.api_server import Document
 from tests.simulation.controllers import end_namespace_step, is_over, phase_of
 from tests.simulation.invariants import is_gated
+from tests.simulation.operator_process import OperatorProcess
 from tests.simulation.virtual_time import VirtualLoop, run
 from tests.simulation.world import LAB, TEAM, World, a_manifest, role_of
 
@@ -61,8 +61,20 @@ class Trace:
         self.lines.append(f"{number:5d} {at:10.2f} s  {name}: {said}")
 
 
-def _pick(rng: random.Random, items: Sequence[Document]) -> Document | None:
-    return rng.choice(items) if items else None
+class NothingError(Exception):
+    """There is nothing that a step could happen to."""
+
+
+def _pick(rng: random.Random, items: Sequence[Document]) -> Document:
+    if not items:
+        raise NothingError
+    return rng.choice(items)
+
+
+def _running_operator(world: World) -> OperatorProcess:
+    if (process := world.running_operator()) is None:
+        raise NothingError
+    return process
 
 
 # Steps: the cluster.
@@ -81,41 +93,36 @@ def one_controller(world: World, rng: random.Random) -> str:
         world.nodes.kubelets()
     elif which == 2:
         world.collector.sync()
-    elif (job := _pick(rng, world.server.all(BATCH_JOBS))) is not None:
-        world.jobs.sync(job)
+    else:
+        world.jobs.sync(_pick(rng, world.server.all(BATCH_JOBS)))
     return ("scheduler", "kubelets", "garbage collector", "Job controller")[which]
 
 
 def role_succeeds(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, world.batch_jobs_running())
-    if job is None:
-        return None
     world.succeed(job)
     return str(job["metadata"]["name"])
 
 
 def preparation_succeeds(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, [one for one in world.batch_jobs_running() if role_of(one) in ("fetch", "preflight")])
-    if job is None:
-        return None
     world.succeed(job)
     return str(job["metadata"]["name"])
 
 
 def rank_ends_well(world: World, rng: random.Random) -> str | None:
-    pod = _pick(rng, world.nodes.running(lambda pod: "deletionTimestamp" not in pod["metadata"] and world.nodes.works(pod)))
-    if pod is None:
-        return None
+    pod = _pick(rng, world.nodes.running(lambda pod: "deletionTimestamp" not in pod["metadata"]))
     world.nodes.end(pod, None)
     return str(pod["metadata"]["name"])
 
 
 def pod_fails(world: World, rng: random.Random) -> str | None:
-    pod = _pick(rng, world.nodes.running())
+    pods = world.nodes.running()
+    pod = rng.choice(pods) if pods else None
     failure = rng.choice(OWN_FAULTS)
     if pod is None or role_of(pod) not in FOR_ROLE.get(failure, (role_of(pod),)):
         return None
-    world.invariants.counted_faults = True
+    world.invariants.counted_faults = world.nodes.restarts_ranks = True
     message, reason = (None, "Error") if rng.random() < 0.8 else ("", "Error")
     if failure is FailureClass.HOST_OUT_OF_MEMORY and rng.random() < 0.5:
         message, reason = "", "OOMKilled"
@@ -125,7 +132,7 @@ def pod_fails(world: World, rng: random.Random) -> str | None:
 
 def verification_fails(world: World, rng: random.Random) -> str | None:
     pod = _pick(rng, world.nodes.running(lambda pod: role_of(pod) == "merge"))
-    if pod is None or rng.random() < 0.7:
+    if rng.random() < 0.7:
         return None
     world.nodes.end(pod, FailureClass.VERIFICATION_FAILED)
     return str(pod["metadata"]["name"])
@@ -133,8 +140,6 @@ def verification_fails(world: World, rng: random.Random) -> str | None:
 
 def pod_is_disrupted(world: World, rng: random.Random) -> str | None:
     pod = _pick(rng, [pod for pod in world.server.all(PODS) if not is_over(pod)])
-    if pod is None:
-        return None
     how = rng.choice(["EvictionByEvictionAPI", "PreemptionByScheduler", "delete", "force"])
     if how == "delete":
         world.delete(PODS, pod)
@@ -150,8 +155,6 @@ def pod_is_disrupted(world: World, rng: random.Random) -> str | None:
 def pod_is_rejected(world: World, rng: random.Random) -> str | None:
     pending = [pod for pod in world.server.all(PODS) if phase_of(pod) == "Pending" and pod["spec"].get("nodeName")]
     pod = _pick(rng, pending)
-    if pod is None:
-        return None
     world.nodes.fail_without_status(pod, rng.choice(["UnexpectedAdmissionError", "OutOfcpu", "NodeAffinity"]))
     return str(pod["metadata"]["name"])
 
@@ -167,8 +170,6 @@ def node_changes(world: World, rng: random.Random) -> str:
         world.nodes.heal(node)
     else:
         node.starts_pods = False
-    # Its kubelet may be of another release now.
-    node.knows_rules = rng.random() < 0.7
     return f"{node.name} {what}"
 
 
@@ -198,8 +199,6 @@ def quota_changes(world: World, rng: random.Random) -> str:
 def queue_changes(world: World, rng: random.Random) -> str | None:
     queued = [job for job in world.server.all(BATCH_JOBS) if "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {})]
     job = _pick(rng, [one for one in queued if "deletionTimestamp" not in one["metadata"]])
-    if job is None:
-        return None
     suspend = is_gated(job) or (not job["spec"].get("suspend") and rng.random() < 0.3)
     world.server.update(BATCH_JOBS, job, lambda item: item["spec"].update(suspend=suspend))
     return f"{job['metadata']['name']}: {'preempted' if suspend else 'admitted'}"
@@ -210,8 +209,6 @@ def queue_changes(world: World, rng: random.Random) -> str | None:
 
 def user_edits(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, world.server.all(JOBS))
-    if job is None:
-        return None
     what = rng.choice(["suspend", "suspend", "resume", "resume", "resume", "retry", "retry", "cancel"])
     if what == "cancel":
         if rng.random() < 0.8:
@@ -226,7 +223,7 @@ def user_edits(world: World, rng: random.Random) -> str | None:
 
 def user_deletes_job(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, world.server.all(JOBS))
-    if job is None or rng.random() < 0.7:
+    if rng.random() < 0.7:
         return None
     policy = rng.choice(["Foreground", "Background", "Background", "Orphan"])
     world.remove_job(job, policy)
@@ -242,7 +239,7 @@ def user_applies(world: World, rng: random.Random) -> str:
 def label_goes(world: World, rng: random.Random) -> str | None:
     kind = rng.choice([BATCH_JOBS, BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES])
     item = _pick(rng, world.server.all(kind))
-    if item is None or (kind == CONFIG_MAPS and rng.random() < 0.7):
+    if kind == CONFIG_MAPS and rng.random() < 0.7:
         return None
     world.unlabel(kind, item)
     return f"{kind.name} {item['metadata']['name']}"
@@ -251,7 +248,7 @@ def label_goes(world: World, rng: random.Random) -> str | None:
 def child_is_deleted(world: World, rng: random.Random) -> str | None:
     kind = rng.choice([BATCH_JOBS, BATCH_JOBS, BATCH_JOBS, SERVICES, CONFIG_MAPS])
     item = _pick(rng, world.server.all(kind))
-    if item is None or (kind == CONFIG_MAPS and rng.random() < 0.8):
+    if kind == CONFIG_MAPS and rng.random() < 0.8:
         return None
     if kind == CONFIG_MAPS and world.has_hidden_jobs(item):
         # Nothing would be left that tells that the plan was used.
@@ -263,7 +260,8 @@ def child_is_deleted(world: World, rng: random.Random) -> str | None:
 
 def claim_changes(world: World, rng: random.Random) -> str | None:
     namespace = rng.choice([TEAM, LAB])
-    claim = _pick(rng, world.server.all(CLAIMS, namespace))
+    claims = world.server.all(CLAIMS, namespace)
+    claim = rng.choice(claims) if claims else None
     if claim is not None and rng.random() < 0.4:
         world.delete(CLAIMS, claim)
         return f"{namespace}/{claim['metadata']['name']} is deleted"
@@ -273,8 +271,6 @@ def claim_changes(world: World, rng: random.Random) -> str | None:
 
 def profile_is_edited(world: World, rng: random.Random) -> str | None:
     profile = _pick(rng, world.server.all(PROFILES))
-    if profile is None:
-        return None
     digest = f"registry.example/trainer@sha256:{rng.randrange(16):x}" + "b" * 63
     world.server.update(PROFILES, profile, lambda item: item["spec"].update(trainerImage=digest))
     return "another image"
@@ -292,17 +288,13 @@ def namespace_ends(world: World, rng: random.Random) -> str | None:
 
 
 def events_arrive(world: World, rng: random.Random) -> str | None:
-    process = world.running_operator()
-    if process is None:
-        return None
+    process = _running_operator(world)
     process.deliver_all()
     return "all"
 
 
 def one_event_arrives(world: World, rng: random.Random) -> str | None:
-    process = world.running_operator()
-    if process is None:
-        return None
+    process = _running_operator(world)
     places = [(kind, uid) for kind, watch in process.watches.items() for uid in watch.pending]
     if not places:
         return None
@@ -313,13 +305,11 @@ def one_event_arrives(world: World, rng: random.Random) -> str | None:
 
 
 def event_is_repeated(world: World, rng: random.Random) -> str | None:
-    process = world.running_operator()
-    if process is None:
-        return None
+    process = _running_operator(world)
     kind = rng.choice(list(process.watches))
     item = _pick(rng, world.server.all(kind))
     # An older state can only be repeated before a newer one is told.
-    if item is None or item["metadata"]["uid"] in process.watches[kind].pending:
+    if item["metadata"]["uid"] in process.watches[kind].pending:
         return None
     process.watches[kind].pending[item["metadata"]["uid"]] = [(False, item)]
     process.deliver(kind, item["metadata"]["uid"])
@@ -327,9 +317,7 @@ def event_is_repeated(world: World, rng: random.Random) -> str | None:
 
 
 def watch_breaks(world: World, rng: random.Random) -> str | None:
-    process = world.running_operator()
-    if process is None:
-        return None
+    process = _running_operator(world)
     if rng.random() < 0.3:
         process.restart_watches()
         return "all of them"
@@ -339,9 +327,7 @@ def watch_breaks(world: World, rng: random.Random) -> str | None:
 
 
 def events_are_lost(world: World, rng: random.Random) -> str | None:
-    process = world.running_operator()
-    if process is None:
-        return None
+    process = _running_operator(world)
     places = [(kind, uid) for kind, watch in process.watches.items() for uid in watch.pending]
     if not places:
         return None
@@ -373,8 +359,6 @@ def weather_changes(world: World, rng: random.Random) -> str:
 
 def progress_is_told(world: World, rng: random.Random) -> str | None:
     job = _pick(rng, world.server.all(JOBS))
-    if job is None:
-        return None
     known = ((job.get("status") or {}).get("progress") or {}).get("step", 0)
     # The next checkpoint, or whatever a run says that went back to an earlier one.
     world.tell_progress(job, min(known + 1, 10) if rng.random() < 0.7 else rng.randrange(11))
@@ -490,9 +474,9 @@ async def _walk(world: World, seed: int, numbers: Sequence[int], trace: Trace) -
         rng = random.Random(zlib.crc32(f"{seed} {number}".encode()))
         world.random.seed(rng.random())
         step = rng.choice(ELASTIC_STEPS if _is_elastic(seed) else STEPS)
-        said = step(world, rng)
-        if said is not None:
-            trace.add(number, world.loop.time(), step.__name__, said)
+        with contextlib.suppress(NothingError):
+            if (said := step(world, rng)) is not None:
+                trace.add(number, world.loop.time(), step.__name__, said)
         await asyncio.sleep(rng.choice(PAUSES))
         world.check()
     trace.current = None

@@ -1,7 +1,5 @@
 """Server, controllers, nodes, users and the operator in one virtual hour after the other."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import random
@@ -9,8 +7,7 @@ from typing import Any
 
 from finetune_job.names import LABEL_MANAGED_BY, LABEL_ROLE
 from finetune_job.progress import Progress
-from finetune_operator.cluster.cache import JobKey
-from finetune_operator.cluster.kinds import (
+from finetune_operator.client.kinds import (
     BATCH_JOBS,
     CLAIMS,
     CONFIG_MAPS,
@@ -19,6 +16,7 @@ from finetune_operator.cluster.kinds import (
     PODS,
     PROFILES,
     SERVICES,
+    JobKey,
     Kind,
 )
 from tests.simulation.api_server import ApiServer, Change, Document, RefusedError, owned_by
@@ -178,8 +176,6 @@ class World:
         for job in self.server.all(BATCH_JOBS):
             pods = owned_by(self.server.all(PODS), job["metadata"]["uid"])
             live = [pod for pod in pods if phase_of(pod) == "Running" and "deletionTimestamp" not in pod["metadata"]]
-            if not all(map(self.nodes.works, live)):
-                continue
             num_done = sum(phase_of(pod) == "Succeeded" for pod in pods)
             if live and len(live) + num_done == job["spec"]["completions"] and "deletionTimestamp" not in job["metadata"]:
                 nodes = [self.nodes.node(pod["spec"]["nodeName"]) for pod in live]
@@ -190,7 +186,7 @@ class World:
     def succeed(self, job: Document) -> None:
         """Every pod of a Job ends well."""
         for pod in owned_by(self.server.all(PODS), job["metadata"]["uid"]):
-            if phase_of(pod) == "Running" and self.nodes.works(pod):
+            if phase_of(pod) == "Running":
                 self.nodes.end(pod, None)
 
     # The operator.

@@ -3,8 +3,6 @@
 For what would disturb other tests: an empty cluster, or one with tens of thousands of objects. It ends with all that it holds.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -67,7 +65,7 @@ class AuditedPlane(ControlPlane):
 _AUDIT_POLICY = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
-    # A watch is told of when it begins, anything else when it is answered.
+    # A watch is reported when it begins, and every other request when it is answered.
     "omitStages": ["RequestReceived"],
     "rules": [
         {"level": "Metadata", "users": [f"system:serviceaccount:{SYSTEM}:{RELEASE}"], "verbs": ["watch"],

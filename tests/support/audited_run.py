@@ -1,9 +1,7 @@
 """A small run that has ended, as `finetune run` leaves it, and people who change it and cover that up.
 
-Cover-up: every digest that depends on what was changed is written again, so that nothing but computing the steps again can tell.
+Cover-up: every digest that depends on what was changed is written again, so that only computing the steps again shows it.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -84,13 +82,13 @@ def copied(place: RunDirectory, directory: Path) -> RunDirectory:
 
 
 def context_of(place: RunDirectory) -> RunContext:
-    """As its roles know it."""
+    """Return the context of a run as its roles have it."""
     text = place.plan.read_text()
     return RunContext(RunPlan.model_validate_json(text), text_sha256(text), place.claims, 0)
 
 
 def model_digests(context: RunContext) -> dict[str, str]:
-    """As preflight records them."""
+    """Return the digests of the model that preflight records."""
     return {name: file_sha256(context.base_model / name) for name in ("config.json", SINGLE_FILE)}
 
 
@@ -113,7 +111,7 @@ class ForkedReplay(Replay):
 
 @dataclass(frozen=True)
 class Tampering:
-    """What was done to a run."""
+    """A change that was made to a run."""
 
     what: str
     intervals: tuple[Interval, ...]
@@ -149,11 +147,8 @@ def change_record(place: RunDirectory, random: Random, _foreign: RunDirectory) -
     (prepared / MANIFEST_FILE).write_bytes(encoded_manifest(manifest))
     rewrite_report(context, data_hash=manifest["data_hash"])
     rewrite_checkpoints(context, data_hash=manifest["data_hash"])
-    return Tampering(f"token {index} is {other} instead of {token}", tuple(each for each in INTERVALS if _meets(each, used)))
-
-
-def _meets(interval: Interval, steps: Sequence[int]) -> bool:
-    return any(interval.start <= step < interval.end for step in steps)
+    met = tuple(interval for interval in INTERVALS if any(interval.start <= step < interval.end for step in used))
+    return Tampering(f"token {index} is {other} instead of {token}", met)
 
 
 def change_learning_rate(place: RunDirectory, random: Random, _foreign: RunDirectory) -> Tampering:

@@ -27,7 +27,7 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 from finetune_job.progress import Progress
 from finetune_job.reasons import ConditionType, Reason
 from finetune_operator.children.claims import claims_named_by
-from finetune_operator.decide.children_seen import (
+from finetune_operator.decide.seen.children_seen import (
     BatchJobView,
     ConfigMapView,
     JobConditionView,
@@ -35,9 +35,9 @@ from finetune_operator.decide.children_seen import (
     PodView,
     RefusedWrite,
 )
-from finetune_operator.decide.observed import JobView, NamespaceView, NodeView, Observed, PlaceInLine, ProfileView
-from finetune_operator.decide.stage import ATTEMPT_FIELD, CONDITION, attempt_of
-from finetune_operator.decide.times import timestamp
+from finetune_operator.decide.seen.observed import JobView, NamespaceView, NodeView, Observed, PlaceInLine, ProfileView
+from finetune_operator.decide.seen.stage import ATTEMPT_FIELD, CONDITION, attempt_of
+from finetune_operator.decide.seen.times import timestamp
 
 T0 = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 """Now, in unit tests."""
@@ -140,7 +140,7 @@ def envelope(
 
 @dataclass(frozen=True)
 class ObservedBuilder:
-    """What the operator sees, in the making."""
+    """Builds the state that the operator sees."""
 
     job: JobBuilder
     status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
@@ -342,5 +342,5 @@ class ObservedBuilder:
 
 
 def observing(job: JobBuilder) -> ObservedBuilder:
-    """What the operator sees of a job at first sight."""
+    """Build the state in which the operator first sees a job."""
     return ObservedBuilder(job)

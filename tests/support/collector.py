@@ -4,8 +4,6 @@ through.
 With the interpreter's own thresholds that is a quarter of all the time that tests compute.
 """
 
-from __future__ import annotations
-
 import gc
 
 THRESHOLDS = (50_000, 20, 50)
@@ -13,7 +11,7 @@ THRESHOLDS = (50_000, 20, 50)
 
 
 def collect_rarely() -> None:
-    """From now on; call it before much is imported."""
+    """Collect garbage rarely from now on. Call this before many imports."""
     gc.set_threshold(*THRESHOLDS)
 
 

@@ -4,8 +4,6 @@ be.
 What a check that reads headers alone needs of a model of hundreds of gigabytes; one that reads weights reads zeros, for hours.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 SHARD_BYTES = 5 * 10**9
-"""What the Hub's large models are cut into."""
+"""Size of the files into which the Hub's large models are cut."""
 LLAMA_70B: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -2,10 +2,9 @@
 
 A test runs a page's `sh` blocks in their order by a `Reader`, or asks for a single command by `as_written`, which must be a whole
 line of a block or a whole command within a sentence. Both note what was taken from the page, and what stood in for words of it;
-`tests.support.documented_by` says of every command which test that is, and the test fails if it is not (tests/conftest.py).
+tests/support/documented_by.yaml names the test of every command, and a test fails if it has not executed its commands
+(tests/conftest.py).
 """
-
-from __future__ import annotations
 
 import functools
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tools.cluster.access import ClusterAccess
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -41,9 +42,9 @@ class Block:
     language: str
     text: str
     line: int
-    """Of the page, of the first line of the text."""
+    """Line of the page at which the text begins."""
     page: str = ""
-    """From the top of the checkout."""
+    """Path of the page in the checkout."""
 
     @property
     def commands(self) -> list[str]:
@@ -53,7 +54,7 @@ class Block:
 
     @property
     def key(self) -> str:
-        """Of a block that is executed as a whole; of one that is given to a command, with the first name in it."""
+        """Key of a block that is executed as a whole; with the first name in a block that is given to a command."""
         first, name = self.commands[0], re.search(r"name: ([\w-]+)", self.text)
         is_named = first.endswith("EOF'") or first.startswith("apiVersion")
         return f"{self.page}: {first}" + (f" {name[1]}" if name is not None and is_named else "")
@@ -83,7 +84,7 @@ def indented_blocks_of(page: Path) -> list[Block]:
 
 
 def spans_of(page: Path) -> list[str]:
-    """What is code within sentences and tables, on one line each."""
+    """Return the code within sentences and tables, one line each."""
     return [" ".join(match[1].split()) for match in _SPAN.finditer(_without_fences(page))]
 
 
@@ -103,11 +104,11 @@ class Executed:
 
 
 _executed: dict[str, set[Executed]] = defaultdict(set)
-"""By the module of the test that runs."""
+"""Executed blocks by the module of the test that runs."""
 
 
 def executed_by(module: str) -> set[Executed]:
-    """What tests of a module have executed in this process."""
+    """Return what tests of a module have executed in this process."""
     return _executed[module]
 
 
@@ -157,6 +158,12 @@ def path_with(directory: Path, programs: Mapping[str, str]) -> str:
     return f"{directory}:{os.environ['PATH']}"
 
 
+def cluster_programs(cluster: ClusterAccess) -> dict[str, str]:
+    """Scripts `kubectl` and `helm` for a cluster, by their names."""
+    commands = {"kubectl": cluster.kubectl_command, "helm": cluster.helm_command}
+    return {name: f'#!/bin/sh\nexec {command} "$@"\n' for name, command in commands.items()}
+
+
 class DocumentedCommandError(AssertionError):
     """A documented command failed; the message has its page, line and output."""
 
@@ -168,7 +175,7 @@ class Reader:
     checkout: Path
     environment: Mapping[str, str]
     patience_seconds: float = _BLOCK_SECONDS
-    """For one block."""
+    """Time limit of one block."""
     played: tuple[str, ...] = ()
     """Programs in whose place others are on PATH."""
 

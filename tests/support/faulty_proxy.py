@@ -1,9 +1,7 @@
-"""An HTTP server that passes every request on to another one, and breaks those that it is told to.
+"""An HTTP server that passes every request on to another one, and breaks the chosen ones.
 
 Requests keep their Host, so that signatures over it hold.
 """
-
-from __future__ import annotations
 
 import http.client
 import sys
@@ -30,7 +28,7 @@ class Moment(StrEnum):
 
 @dataclass
 class Fault:
-    """What happens to requests whose line holds a text; `times` counts down, and at 0 the fault is over."""
+    """A fault of requests whose line holds a text. `times` counts down, and at 0 the fault ends."""
 
     text: str
     times: int
@@ -54,7 +52,7 @@ class Seen:
 
 
 class FaultyProxy:
-    """What it passes on, breaks and remembers."""
+    """An HTTP server that passes requests on, breaks some, and records them."""
 
     def __init__(self, server: str) -> None:
         self.server, self.host = server, ""

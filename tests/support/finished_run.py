@@ -1,7 +1,5 @@
 """The results of a run that needed no computing, ready to be published: what the publish role reads, and no more."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -66,7 +64,7 @@ def published_files(context: RunContext) -> dict[str, bytes]:
 
 
 def publish_arguments(context: RunContext, directory: Path, credentials: Path) -> list[str]:
-    """Of `python -m finetune_trainer`."""
+    """Return the arguments of `python -m finetune_trainer`."""
     pairs = {
         "--plan": directory / "plan.json",
         "--plan-sha256": context.plan_sha256,

@@ -2,8 +2,6 @@
 their modules costs more than what most tests do with them. The end-to-end tests start them as pods and users do.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os
@@ -19,7 +17,7 @@ from kubernetes.config import kube_config
 
 _SERVER = multiprocessing.get_context("forkserver")
 _PRELOADED = ("finetune_operator.app", "prometheus_client.parser", "finetune_cli.app", "finetune_cli.commands.inspect_jobs")
-"""What the programs import, and not themselves: they are executed as `__main__`."""
+"""Modules that the programs import. The programs themselves are executed as `__main__`."""
 _SECONDS = 120.0
 
 

@@ -3,8 +3,6 @@
 Ranks are forked from a server that does nothing else, so neither threads nor autograd state of the test process come along.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import itertools
@@ -27,7 +25,7 @@ from typing import Any, Protocol
 from finetune_trainer.context import RunContext
 
 DEADLINE_SECONDS = 500.0
-"""For one gang; far more than it takes, because the machine may be busy."""
+"""Time limit of a gang. It is much longer than needed, because the machine may be busy."""
 PRELOADED = (
     "tests.support.preloaded",
     "tests.support.forked_ranks",
@@ -51,7 +49,7 @@ class Disturbance(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one rank: `signal` to itself, before the `call`-th call (from 1) of a function of the trainer."""
+    """A fault of one rank: it sends itself `signal` before the `call`-th call (from 1) of a function of the trainer."""
 
     function: str
     """`module:name` where it is looked up, below finetune_trainer."""
@@ -68,7 +66,7 @@ class Fault:
 
 
 def before_call(function: str, call: int, action: Callable[[], object]) -> None:
-    """In this process, do something before the `call`-th call (from 1) of `module:name` of the trainer."""
+    """Do something in this process before the `call`-th call (from 1) of the trainer's `module:name`."""
     calls = itertools.count(1)
 
     def counted(original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -80,7 +78,7 @@ def before_call(function: str, call: int, action: Callable[[], object]) -> None:
 
 
 def wrap(function: str, wrapper: Callable[..., Any]) -> None:
-    """In this process, let `wrapper(original, *arguments, **named)` stand for `module:name` of the trainer."""
+    """Replace the trainer's `module:name` in this process by `wrapper(original, *arguments, **named)`."""
     module_name, _, name = function.partition(":")
     module = import_module(f"finetune_trainer.{module_name}")
     original = getattr(module, name)

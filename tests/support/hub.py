@@ -6,8 +6,6 @@ Files in large file storage are served by a second server, to which `resolve` se
 delivery network would: so a client that carries its token along is seen, in `Hub.requests`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -24,14 +22,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from tests.support.hub_writes import LARGE_BYTES, MAIN, SIGNATURE, Repository, Writes, commit_of, git_blob
 
 PAGE_ENTRIES = 3
-"""Of a listing, few, so that clients must follow the pages."""
-_ABOUT = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([0-9a-f]+|main)(?:/(.*))?)?")
-"""Kind, name, what is asked, commit and path."""
+"""Number of entries on a page of a listing. It is small, so that clients must follow the pages."""
 
 
 @dataclass
 class Fault:
-    """What happens to requests for a path; `times` counts down, and at 0 the fault is over."""
+    """A fault of requests for a path. `times` counts down, and at 0 the fault ends."""
 
     times: int
     status: int | None = None
@@ -43,7 +39,7 @@ class Fault:
     ignore_range: bool = False
     """Answer with the whole file."""
     body: bytes = b"{}"
-    """Of the answer, where `status` is set."""
+    """Body of the answer if `status` is set."""
     take: int | None = None
     """Bytes of the request's body after which the connection is closed."""
     drop_answer: bool = False

@@ -25,12 +25,12 @@ SIGNATURE = "not-for-any-log"
 """Stands in every signed address."""
 MAIN = "main"
 FIRST_FILES = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
-"""What the hub puts into a new repository."""
+"""Files that the hub creates in a new repository."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is sent back."""
+    """An answer of the hub."""
 
     status: int
     body: bytes = b"{}"
@@ -59,7 +59,7 @@ class Repository:
     token: str | None = None
     """Needed to see it."""
     announced_commit: str | None = None
-    """What the hub says the commit is; None: the truth."""
+    """The commit that the hub names; None: the true one."""
     older: dict[str, dict[str, bytes]] = field(default_factory=dict)
     """Files by commit."""
     is_private: bool = False
@@ -84,7 +84,7 @@ class Writes:
         self.ignored: set[str] = set()
         """Names that the repository's .gitignore leaves out."""
         self.storage_refusal: str | None = None
-        """What the storage says instead of taking files."""
+        """The message with which the storage refuses files."""
         self._parts: dict[str, dict[int, bytes]] = {}
         self._lock = threading.RLock()
 

@@ -2,8 +2,6 @@
 rights of its ServiceAccount.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time
@@ -22,7 +20,7 @@ CHART = Path(__file__).parents[2] / "charts" / "finetune-operator"
 SYSTEM = "finetune-system"
 RELEASE = "finetune-operator"
 CLUSTER_NAME = f"{RELEASE}-{SYSTEM}"
-"""Of the release's objects that belong to the whole cluster."""
+"""Name of the release's objects that belong to the whole cluster."""
 WAYS_OUT = (
     "profiles.default.fetch.allowedSources={hf://,s3://}",
     "profiles.default.publish.allowedDestinations={hf://,s3://,oci://}",
@@ -40,7 +38,7 @@ class InstalledChart:
 
     cluster: ClusterAccess
     kube: Kube
-    """As administrator."""
+    """Client with the rights of an administrator."""
     token: str
     directory: Path
     release: str
@@ -48,14 +46,8 @@ class InstalledChart:
     namespace: str
 
     def kubeconfig(self, server: str | None = None) -> Path:
-        """With the operator's rights; at another address of the API server where one is given."""
-        config = yaml.safe_load(self.cluster.kubeconfig.read_text())
-        config["users"] = [{"name": config["users"][0]["name"], "user": {"token": self.token}}]
-        if server is not None:
-            config["clusters"][0]["cluster"] = {"server": server}
-        path = self.directory / f"kubeconfig-{self.release}-{self.namespace}"
-        path.write_text(json.dumps(config))
-        return path
+        """Write a kubeconfig with the operator's rights, for another address of the API server where one is given."""
+        return with_token(self.cluster, self.token, self.directory / f"kubeconfig-{self.release}-{self.namespace}", server)
 
     def has_profiles(self) -> bool:
         """Whether the operator's pod begins by bringing profiles."""
@@ -68,7 +60,7 @@ class InstalledChart:
         return template
 
     def bring_profiles(self) -> subprocess.CompletedProcess[str]:
-        """What the first container of the operator's pod does, and does again if rights and policies are not in effect yet."""
+        """Do what the first container of the operator's pod does, again if rights and policies are not in effect yet."""
         template = self._template()
         (container,) = template["spec"]["initContainers"]
         program = container["command"][container["command"].index("-m") + 1]
@@ -80,6 +72,22 @@ class InstalledChart:
             if done.returncode == 0 or "forbidden" not in done.stdout or time.monotonic() > deadline:
                 return done
             time.sleep(0.5)
+
+
+def with_token(cluster: ClusterAccess, token: str, path: Path, server: str | None = None) -> Path:
+    """Write a kubeconfig whose user has this token."""
+    config = yaml.safe_load(cluster.kubeconfig.read_text())
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
+    if server is not None:
+        config["clusters"][0]["cluster"] = {"server": server}
+    path.write_text(json.dumps(config))
+    return path
+
+
+def as_account(cluster: ClusterAccess, account: str, namespace: str, directory: Path) -> Path:
+    """Write a kubeconfig with the rights of a ServiceAccount."""
+    token = cluster.kubectl("create", "token", account, "--namespace", namespace, "--duration", "2h").strip()
+    return with_token(cluster, token, directory / f"kubeconfig-{account}-{namespace}")
 
 
 def install(

@@ -1,6 +1,4 @@
-"""Which of some processes still run, asked while they end."""
-
-from __future__ import annotations
+"""Finds which of some processes still run, while they end."""
 
 from collections.abc import Iterable
 
@@ -8,7 +6,7 @@ import psutil
 
 
 def living(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those that have not ended. One that nobody has waited for yet has."""
+    """Return the processes that have not ended. A process that was not waited for has ended."""
     return [process for process in processes if _lives(process)]
 
 

@@ -1,7 +1,5 @@
 """An object store in memory, behind boto3's real client: only what would go over the network is answered here."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Callable
@@ -27,7 +25,7 @@ class MemoryS3:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    """What the writer of an object announced."""
+    """Digests that the writers of objects announced."""
     before: Callable[[AWSPreparedRequest], Answer | None] = lambda _: None
     """Called with each request; may answer it."""
     seen: list[AWSPreparedRequest] = field(default_factory=list)

@@ -1,6 +1,4 @@
-"""What a piece of code really holds in memory: bytes of every storage that torch makes, from its making to its end."""
-
-from __future__ import annotations
+"""Tracks the memory that a piece of code holds: the bytes of every storage of torch, from its creation to its end."""
 
 import weakref
 from collections.abc import Callable, Iterable

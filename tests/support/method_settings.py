@@ -1,7 +1,5 @@
 """Settings of PEFT's methods with which they fit a tiny model, as `spec.method.settings` writes them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -14,4 +12,4 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "MiSS": {"r": 4},
     "TrainableTokens": {"tokenIndices": list(range(256))},
 }
-"""What PEFT's defaults make too large for a model of 32 channels, or what has no default."""
+"""Settings whose defaults in PEFT are too large for a model of 32 channels, or that have no default."""

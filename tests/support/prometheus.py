@@ -1,7 +1,5 @@
 """A real Prometheus and promtool, with the rules that the chart renders."""
 
-from __future__ import annotations
-
 import json
 import urllib.parse
 import urllib.request
@@ -24,7 +22,7 @@ START_SECONDS = 60.0
 
 @cache
 def rendered(*settings: str, release: str = "tuning") -> list[Document]:
-    """What `helm template` makes of the chart with these values, without a cluster."""
+    """Return the chart's objects from `helm template` with these values, without a cluster."""
     arguments = [part for setting in settings for part in ("--set", setting)]
     text = run_command(ensure_binaries().helm, "template", release, CHART, "--namespace", SYSTEM, *arguments)
     return [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]

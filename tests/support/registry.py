@@ -3,8 +3,6 @@
 The client is plain urllib: nothing of what pushed has a part in it.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -25,7 +23,7 @@ from tools.cluster.requirements import install_packages
 
 USER, PASSWORD = "publisher", "password-of-the-registry"
 _HTPASSWD = "publisher:$2b$04$TvqnjNjG45g7IN8maJHIP.dWmDI5.8FCtHL.hK8IP2o3Y1lBce/oi\n"
-"""What the password is checked against: bcrypt, the only form that the registry takes."""
+"""The password in the form of bcrypt, the only one that the registry accepts."""
 _PROGRAM = "docker-registry"
 _START_SECONDS = 60.0
 _MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -40,13 +38,13 @@ class Registry:
     """A running registry."""
 
     host: str
-    """With its port."""
+    """Host and port."""
     storage: Path
     server: Component
     login: tuple[str, str] | None = None
     """User name and password; None: the registry asks for none."""
     authority: CertificateAuthority | None = None
-    """Of its certificate; None: it speaks no TLS."""
+    """Authority of its certificate; None: the registry does not use TLS."""
 
     def docker_config(self, host: str | None = None) -> str:
         """config.json as `docker login` writes it."""
@@ -55,7 +53,7 @@ class Registry:
         return json.dumps({"auths": {host or self.host: {"auth": base64.b64encode(":".join(self.login).encode()).decode()}}})
 
     def digest(self, repository: str, reference: str) -> str:
-        """Of the manifest that a tag names. Raises NotThereError."""
+        """Return the digest of the manifest that a tag names. Raises NotThereError."""
         return f"sha256:{hashlib.sha256(self._get(repository, f'manifests/{reference}')).hexdigest()}"
 
     def manifest(self, repository: str, reference: str) -> dict[str, Any]:
@@ -93,18 +91,13 @@ class Registry:
             raise
 
 
-def ensure_registry() -> None:
-    """Install the program where it is missing. Raises ClusterError."""
-    if shutil.which(_PROGRAM) is None:
-        install_packages([_PROGRAM])
-
-
 @contextmanager
 def running_registry(
     directory: Path, address: str = "127.0.0.1", *, needs_login: bool = False, authority: CertificateAuthority | None = None
 ) -> Iterator[Registry]:
     """Start one with its files below `directory`, on a free port of `address`; with TLS if `authority` is to sign for it."""
-    ensure_registry()
+    if shutil.which(_PROGRAM) is None:
+        install_packages([_PROGRAM])
     storage = directory / "storage"
     storage.mkdir(parents=True)
     with socket.socket() as probe:

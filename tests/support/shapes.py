@@ -1,7 +1,5 @@
 """Small models of the five architectures to which the fast path is held, and one of them as a rank trains it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +56,7 @@ def plan_of_shape(
     """
     lora = None if method == "Full" else {"r": 4, "loraAlpha": 6, "loraDropout": dropout}
     spec = tiny_spec(
-        method={"type": method, "lora": lora},
-        training={"microBatchSize": 2, **training},
-        parallelism={"processesPerNode": ranks},
+        method={"type": method, "lora": lora}, training={"microBatchSize": 2, **training}, parallelism={"processesPerNode": ranks}
     )
     plan = plan_of(spec)
     if not is_fast:

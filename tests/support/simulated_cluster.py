@@ -3,10 +3,8 @@ step.
 
 It enforces while it runs what must never happen (see `_check_create` and `_check_status`): a violation raises AssertionError.
 The operator sees children through a cache that may lag behind but never goes back, its own status writes at once, and live
-lists as they are. `reconcile_once(die_after=n)` performs only the first n effects of a pass: the operator was killed there.
+lists as they are.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,9 +19,9 @@ from finetune_job.names import LABEL_ATTEMPT, LABEL_ROLE, PLAN_KEY, Role
 from finetune_job.reasons import ConditionType
 from finetune_operator.children.claims import claims_named_by
 from finetune_operator.decide.actions import Actions, Create, Delete
-from finetune_operator.decide.attempts import restarts_of
-from finetune_operator.decide.blocked import needs_live_list
-from finetune_operator.decide.children_seen import (
+from finetune_operator.decide.gang.attempts import restarts_of
+from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.seen.children_seen import (
     BatchJobView,
     ConfigMapView,
     JobConditionView,
@@ -32,15 +30,15 @@ from finetune_operator.decide.children_seen import (
     LivePod,
     PodView,
 )
-from finetune_operator.decide.observed import JobView, Observed, ProfileView
-from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.stage import attempt_of, is_ended, is_terminal
+from finetune_operator.decide.seen.observed import JobView, Observed, ProfileView
+from finetune_operator.decide.seen.stage import attempt_of, is_ended, is_terminal
+from finetune_operator.decide.stages.blocked import needs_live_list
 from tests.support.builders import T0, JobBuilder, envelope
 
 
 @dataclass(frozen=True)
 class Children:
-    """What a cache holds of the children."""
+    """The children in a cache."""
 
     batch_jobs: tuple[BatchJobView, ...] = ()
     pods: tuple[PodView, ...] = ()
@@ -59,7 +57,7 @@ class SimulatedCluster:
     generation: int = 1
     children: Children = field(default_factory=Children)
     seen: list[Children] = field(default_factory=list)
-    """What the cache has not seen yet, oldest first; its first item is what it shows."""
+    """States of the children, oldest first. The cache shows the first one and has not yet seen the others."""
     created: list[tuple[str, str]] = field(default_factory=list)
     """Kind and name of every object ever created."""
     uids: int = 0
@@ -74,7 +72,7 @@ class SimulatedCluster:
     # The operator.
 
     def observe(self) -> Observed:
-        """What the operator sees now."""
+        """Return the state that the operator sees now."""
         parsed = parse_job(self.job.document)
         shown = self.seen[0]
         observed = Observed(
@@ -92,22 +90,16 @@ class SimulatedCluster:
         jobs = tuple(LiveJob(job.name, job.uid, job.deleting) for job in self.children.batch_jobs)
         return replace(observed, live=LiveChildren(jobs, running))
 
-    def reconcile_once(self, die_after: int | None = None) -> Actions:
-        """One pass; with `die_after` only so many of its effects happen. A create that finds its object there has none."""
+    def reconcile_once(self) -> Actions:
+        """One pass of the operator with all of its effects."""
         actions = reconcile(self.observe(), self.now)
-        effects: list[Any] = [*([actions.status] if actions.status is not None else []), *actions.deletes, *actions.creates]
-        happened = 0
-        for effect in effects:
-            if happened == die_after:
-                break
-            happened += 1
-            if isinstance(effect, FineTuneJobStatus):
-                self._check_status(effect)
-                self.status = FineTuneJobStatus.model_validate(effect.model_dump(mode="json", by_alias=True))
-            elif isinstance(effect, Delete):
-                self._delete(effect)
-            elif not self._create(effect):
-                happened -= 1
+        if actions.status is not None:
+            self._check_status(actions.status)
+            self.status = FineTuneJobStatus.model_validate(actions.status.model_dump(mode="json", by_alias=True))
+        for delete in actions.deletes:
+            self._delete(delete)
+        for create in actions.creates:
+            self._create(create)
         return actions
 
     def catch_up(self, steps: int = 1_000_000) -> None:
@@ -173,7 +165,7 @@ class SimulatedCluster:
 
     # The API server.
 
-    def _create(self, action: Create) -> bool:
+    def _create(self, action: Create) -> None:
         body, kind, name = action.body, action.kind, action.name
         now = self.children
         exists = {
@@ -184,7 +176,7 @@ class SimulatedCluster:
             "NetworkPolicy": (kind, name) in self.created,
         }[kind]
         if exists:
-            return False
+            return
         self._check_create(body)
         self.created.append((kind, name))
         self.uids += 1
@@ -204,7 +196,6 @@ class SimulatedCluster:
                 for rank in range(body["spec"]["completions"])
             )
             self._become(batch_jobs=(*now.batch_jobs, job), pods=(*now.pods, *pods))
-        return True
 
     def _delete(self, action: Delete) -> None:
         if action.kind == "ConfigMap":
@@ -247,13 +238,6 @@ class SimulatedCluster:
     def succeed_all(self) -> None:
         """Every running pod whose Job is healthy succeeds."""
         self._each_pod(lambda pod: self._ended(pod, None) if pod.phase == "Running" and self._may_run(pod) else pod)
-
-    def ask_to_delete_pod(self, index: int, disruption: str) -> None:
-        """Somebody evicts or deletes a pod."""
-        alive = [pod for pod in self.children.pods if not pod.gone]
-        if alive:
-            pod = alive[index % len(alive)]
-            self._replace_pod(pod, replace(pod, deletion_requested=pod.deletion_requested or self.now, disruption=disruption))
 
     def finish_deletions(self, *, with_evidence: bool) -> None:
         """Pods that were asked to end do, and Jobs that are being deleted go when their pods are gone."""

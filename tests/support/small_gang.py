@@ -1,7 +1,5 @@
 """What tests that train a model on a few ranks have in common: an objective, documents, and parts put together."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

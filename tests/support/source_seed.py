@@ -1,6 +1,4 @@
-"""Random cases that each change of the product draws anew, and the same tree always alike."""
-
-from __future__ import annotations
+"""Random cases that are the same for the same tree, and others after each change of the product."""
 
 import hashlib
 from argparse import ArgumentParser

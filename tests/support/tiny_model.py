@@ -1,7 +1,5 @@
 """A Llama small enough that training it takes seconds, its tokenizer, and prepared data for it."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +63,7 @@ def write_tiny_llama(
 
 
 def write_model_report(context: RunContext, *, reshard_after_forward: bool, batches: Sequence[Choice] = ()) -> None:
-    """What preflight leaves on the workspace for training: its choices where the plan leaves them open."""
+    """Write what preflight leaves on the workspace for training: its choices where the plan leaves them open."""
     report = ModelReport(
         plan_sha256=context.plan_sha256,
         model_digest="",
@@ -129,13 +127,7 @@ def tiny_spec(**changes: dict[str, Any]) -> dict[str, Any]:
             "packing": True,
         },
         "method": {"type": "LoRA", "lora": {"r": 4}},
-        "training": {
-            "maxSteps": 6,
-            "globalBatchSize": 4,
-            "microBatchSize": 1,
-            "learningRate": "1e-2",
-            "seed": 3,
-        },
+        "training": {"maxSteps": 6, "globalBatchSize": 4, "microBatchSize": 1, "learningRate": "1e-2", "seed": 3},
         "parallelism": {"processesPerNode": 2},
         "checkpoint": {"everySteps": 2},
         "output": {"destination": "pvc://results/tiny"},
@@ -145,7 +137,7 @@ def tiny_spec(**changes: dict[str, Any]) -> dict[str, Any]:
 
 
 GPU_PROFILE = FineTuneProfileSpec(trainer_image="trainer", gpu=GpuResource())
-"""What a platform team writes at least to offer GPUs."""
+"""The smallest profile that offers GPUs."""
 
 
 def plan_of(spec: dict[str, Any], profile: FineTuneProfileSpec | None = None) -> RunPlan:
@@ -155,7 +147,7 @@ def plan_of(spec: dict[str, Any], profile: FineTuneProfileSpec | None = None) ->
 
 
 def fused(plan: RunPlan) -> RunPlan:
-    """With LoRA as a profile with a GPU has it."""
+    """Return the plan with LoRA as a profile with a GPU has it."""
     method = plan.method
     lora = method.lora.model_copy(update={"fused_forward": True}) if method.lora is not None else None
     return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})

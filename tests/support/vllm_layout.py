@@ -1,12 +1,10 @@
-"""What vLLM wants of the files of a LoRA adapter and of a model, checked without vLLM, which needs a GPU.
+"""Checks what vLLM requires of the files of a LoRA adapter and of a model, without vLLM, which needs a GPU.
 
 By its sources: the adapter's configuration names `r`, `lora_alpha` and `target_modules`, no module is saved whole, no DoRA; its
 tensors are pairs of `lora_A` and `lora_B` of rank `r` under names of PEFT; the rank is at most 16 unless `--max-lora-rank` says
 more.
 A model is a directory with config.json, safetensors files that hold what the index says, and a tokenizer with a chat template.
 """
-
-from __future__ import annotations
 
 import json
 from pathlib import Path
@@ -18,7 +16,7 @@ PREFIX = "base_model.model."
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Of each tensor."""
+    """Return the shape of each tensor."""
     with safe_open(file, "pt") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 - not a mapping
 
@@ -43,7 +41,7 @@ def check_adapter(adapter: Path, base: Path) -> None:
 
 
 def model_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """Of each tensor of a model, from all of its files."""
+    """Return the shape of each tensor of a model, from all of its files."""
     return {name: shape for file in sorted(model.glob("*.safetensors")) for name, shape in shapes_in(file).items()}
 
 

@@ -4,8 +4,6 @@ Prints false accepts, false refusals and unexplained outcomes; the exit code is 
 run a second time, alone, and the second judgement counts; the summary says of how many, and which of them came out otherwise.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -24,8 +22,7 @@ from tests.sweep.case import Case
 from tests.sweep.judge import WRONG, is_never_false
 from tests.sweep.material import make_material
 from tests.sweep.methods import ATTEMPTS, table_cases
-from tests.sweep.record import OUTCOMES, REHEARSALS, entries, second_looks_text, write_summary, write_table
-from tests.sweep.rehearsals import rehearsed, sample
+from tests.sweep.record import OUTCOMES, entries, second_looks_text, write_summary, write_table
 from tests.sweep.session import Result, run_all
 from tests.sweep.streams import Settings, fixed_cases, random_stream, settings_of, with_settings
 
@@ -43,8 +40,6 @@ def main() -> int:
     if arguments.new:
         known = entries(digest)
         cases = [case for case in cases if case.id not in known]
-    if arguments.rehearse:
-        return _rehearse(arguments, digest, seed)
     kinds: dict[str, str] = {}
     first_kinds: dict[str, str] = {}
     surprising: dict[str, Case] = {}
@@ -90,24 +85,6 @@ def main() -> int:
     if arguments.record:
         print(f"recorded in {write_table(digest) if arguments.table else write_summary(digest, [seed])}")
     return int(any(counts[kind] for kind in WRONG))
-
-
-def _rehearse(arguments: argparse.Namespace, digest: str, seed: int) -> int:
-    """Ask the rehearsal about recorded cases; 1 where it says something else than the full run."""
-    counts: Counter[str] = Counter()
-    stop = math.inf if arguments.seconds is None else time.monotonic() + arguments.seconds
-    with tempfile.TemporaryDirectory(prefix="sweep-") as directory, REHEARSALS.open("a") as kept:
-        make_material(Path(directory))
-        for entry in sample(entries(None if arguments.any_sources else digest), arguments.rehearse, seed):
-            if time.monotonic() > stop:
-                break
-            result = rehearsed(entry, Path(directory))
-            counts[result.agreement] += 1
-            print(json.dumps({**result.entry(), "sources": entry["sources"]}), file=kept, flush=True)
-            if result.agreement != "agrees" or arguments.verbose:
-                print(result.text(), flush=True)
-    print(f"rehearsals: {dict(counts)}")
-    return int(bool(counts["accepts what fails"] or counts["refuses what works"]))
 
 
 def _run_table(material: Path, workers: int, done: Callable[[Result], None], stop: float) -> None:
@@ -164,8 +141,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--again", action="store_true", help="run what was recorded as judged wrongly, with whatever sources")
     parser.add_argument("--table", action="store_true", help="run what docs/reference/methods.md needs")
     parser.add_argument("--new", action="store_true", help="leave out what was run with these sources already")
-    parser.add_argument("--rehearse", type=int, metavar="N", help="rehearse so many recorded combinations, and compare")
-    parser.add_argument("--any-sources", action="store_true", help="rehearse what was recorded with whatever sources")
     parser.add_argument("--record", action="store_true", help="write the summary of all that was run with these sources")
     parser.add_argument("--verbose", action="store_true", help="show right judgements, too")
     return parser

@@ -3,8 +3,6 @@
 Nothing of the product is imported: what it takes for the tokens' ids and rows is compared with what is here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -72,10 +70,7 @@ def trained_rows(
     if is_tied:
         # PEFT trains the rows of a head that shares the embedding's values with it.
         return sorted({*written, *ids}) if taken.isdisjoint(names) else [*written] or None
-    of_module = {
-        embedding: [*written] if embedding in taken else sorted({*written, *ids}),
-        head: [] if head in taken else ids,
-    }
+    of_module = {embedding: [*written] if embedding in taken else sorted({*written, *ids}), head: [] if head in taken else ids}
     return {name: rows for name, rows in of_module.items() if rows} or None
 
 

@@ -4,8 +4,6 @@ Hidden sizes are multiples of 64, because bitsandbytes 0.50 unpacks 4-bit weight
 the width of a row.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

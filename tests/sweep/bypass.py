@@ -1,7 +1,5 @@
 """The trainer without its own refusals, to see what would happen behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch

@@ -11,6 +11,7 @@ from typing import Any
 
 from finetune_job.api.method import MethodType
 from finetune_job.methods import METHODS, Family
+from tests.support.cases import table
 from tests.support.method_settings import SETTINGS
 from tests.sweep import added
 from tests.sweep.architectures import ARCHITECTURES
@@ -90,63 +91,7 @@ class Case:
         return Case(json.loads(text))
 
 
-FIELDS = {
-    "added": "model.addedTokens",
-    "model_dtype": "model.dtype",
-    "attention": "model.attention",
-    "packing": "data.packing",
-    "validation": "data.validation",
-    "r": "method.lora.r",
-    "alpha": "method.lora.loraAlpha",
-    "rslora": "method.lora.useRslora",
-    "dropout": "method.lora.loraDropout",
-    "targets": "method.lora.targetModules",
-    "exclude": "method.lora.excludeModules",
-    "layers": "method.lora.layersToTransform",
-    "init": "method.lora.initLoraWeights",
-    "saved": "method.lora.modulesToSave",
-    "rank_pattern": "method.lora.rankPattern",
-    "alpha_pattern": "method.lora.alphaPattern",
-    "lora_plus": "method.lora.loraPlusRatio",
-    "bias": "method.lora.bias",
-    "autocast_adapter": "method.lora.autocastAdapterDtype",
-    "tokens": "method.lora.trainableTokenIndices",
-    "parameters": "method.lora.targetParameters",
-    "other_targets": "method.settings.targetModules",
-    "other_saved": "method.settings.modulesToSave",
-    "bits": "method.quantization.bits",
-    "quant_type": "method.quantization.quantType",
-    "double_quant": "method.quantization.doubleQuant",
-    "compute": "method.quantization.computeDtype",
-    "storage": "method.quantization.quantStorage",
-    "precision": "training.precision",
-    "recompute": "training.activationCheckpointing",
-    "optimizer": "training.optimizer",
-    "weight_decay": "training.weightDecay",
-    "clipping": "training.maxGradNorm",
-    "micro": "training.microBatchSize",
-    "version": "parallelism.fsdp.version",
-    "wrap": "parallelism.fsdp.autoWrapPolicy",
-    "classes": "parallelism.fsdp.transformerLayerClsToWrap",
-    "use_orig": "parallelism.fsdp.useOrigParams",
-    "peft_wrap": "parallelism.fsdp.peftWrapPolicy",
-    "sync": "parallelism.fsdp.syncModuleStates",
-    "ram": "parallelism.fsdp.cpuRamEfficientLoading",
-    "reshard": "parallelism.fsdp.reshardAfterForward",
-    "state_dict": "parallelism.fsdp.stateDictType",
-    "offload": "parallelism.fsdp.offloadParams",
-    "fsdp_recompute": "parallelism.fsdp.activationCheckpointing",
-    "param_dtype": "parallelism.fsdp.mixedPrecision.paramDtype",
-    "reduce_dtype": "parallelism.fsdp.mixedPrecision.reduceDtype",
-    "asynchronous": "checkpoint.asynchronous",
-    "evaluate": "evaluation.everySteps",
-    "best": "evaluation.loadBestModelAtEnd",
-    "best_of_none": "evaluation.loadBestModelAtEnd",
-    "merge": "merge.enabled",
-    "merge_dtype": "merge.dtype",
-    "merge_base": "merge.base",
-    "merge_base_packed": "merge.base",
-}
+FIELDS = table(__file__, "FIELDS")
 """Where the manifest has each dimension that is a field."""
 
 

@@ -1,7 +1,5 @@
 """Rank 0's share of the judging: what the trainer recorded and wrote, against plain transformers and PEFT."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Sequence
@@ -119,7 +117,7 @@ def training(case: Case, plan: RunPlan, context: RunContext, first: list[Recorde
             parameters[-1], {name: value}, UPDATE_ROUNDING[value.dtype], "weights after the optimizer's steps"
         )
     ]
-    best = _exported_step(context)
+    best = int(json.loads((context.workspace.adapter / MANIFEST_FILE).read_bytes())["step"])
     model.take(parameters[best])
     if case.of("validation") == "some":
         bound = 2e-2 if coarse_dtypes else 1e-4
@@ -170,10 +168,6 @@ def _without_gradient(
 
 def _scaled(tensors: dict[str, torch.Tensor], factor: float) -> dict[str, torch.Tensor]:
     return {name: tensor * factor for name, tensor in tensors.items()}
-
-
-def _exported_step(context: RunContext) -> int:
-    return int(json.loads((context.workspace.adapter / MANIFEST_FILE).read_bytes())["step"])
 
 
 def _adapter(case: Case, context: RunContext, model: plain.Plain, fresh: Any, first: dict[str, torch.Tensor]) -> list[str]:

@@ -3,8 +3,6 @@
 Deterministic: the same dimensions and the same seed give the same cases on every machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ the rates of the steps, and the norm by which gradients are clipped.
 Nothing of the product is imported: what both had wrong would be taken for right.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ case: a new process pays for a second of caches. If one rank fails alone, it is 
 close. A gang that gives no answer in time is killed, and the case recorded so.
 """
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

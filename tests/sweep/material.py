@@ -1,7 +1,5 @@
 """What cases share on disk: base models and prepared data, made once, and the claims of one run."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from pathlib import Path
@@ -18,7 +16,6 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.data.shard_writer import write_prepared
 from finetune_trainer.data.shards import TRAIN, VALIDATION, SplitArrays
 from finetune_trainer.preflight.added_tokens import add_tokens
-from finetune_trainer.preflight.checks import JobInspection
 from tests.support.tiny_model import VOCABULARY, fused, prepared_split
 from tests.sweep import added, expected
 from tests.sweep.architectures import ARCHITECTURES, DTYPES, write_base
@@ -79,8 +76,7 @@ def claims_of(case: Case, plan: RunPlan, material: Path, claims: Path) -> RunCon
 
 def make_base(case: Case, context: RunContext) -> None:
     """Let preflight write the base with the case's tokens, if it adds any; or a person, to see what happens behind a refusal."""
-    # It is removed only where the inspection ends with a refusal.
-    if not list(add_tokens(JobInspection(context))):
+    if not context.plan.model.added_tokens or not add_tokens(context)[0]:
         return
     added.write_base(context.source_model, context.workspace.base_with_tokens, case.added)
     (embedding, head), is_tied = vocabulary(case)

@@ -1,7 +1,5 @@
 """The case that a user comes to who mends what a finding says: the same one with other values of the settings it names."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """`python -m tests.sweep.methods_table`: write docs/reference/methods.md from the recorded sweep."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

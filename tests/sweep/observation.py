@@ -1,7 +1,5 @@
 """What came of one case: plain data, kept as JSON."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict

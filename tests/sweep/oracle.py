@@ -4,8 +4,6 @@ Nothing here knows the rules. Bounds: in float32 those of rounding; with 16-bit 
 loses when it is computed in the coarsest of the types.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

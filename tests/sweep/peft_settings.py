@@ -1,7 +1,5 @@
 """PEFT's configuration of a case, as its manifest is documented."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

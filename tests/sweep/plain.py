@@ -5,8 +5,6 @@ Nothing here is the trainer's but the order of its batches: documents and their 
 Where the manifest asks for 4-bit weights the plain model has what these weights stand for, unpacked by bitsandbytes once.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,7 +135,7 @@ class Plain:
 
         factor: of the loss, and divided out of the gradients, so that it changes nothing but how they are rounded.
         """
-        model = self.model if dtype is torch.float32 else self._rounded(dtype)
+        model = self.model if dtype is torch.float32 else copy.deepcopy(self.model).to(dtype)
         model.train(is_training)
         training = self.plan.training
         numbers = global_batch(step, training.global_batch_size, training.seed, len(split))
@@ -156,9 +154,6 @@ class Plain:
                 break
         model.zero_grad()
         return float(loss.detach()), found
-
-    def _rounded(self, dtype: torch.dtype) -> Any:
-        return copy.deepcopy(self.model).to(dtype)
 
     def held_out_loss(self, split: Sequence[Packed]) -> float:
         self.model.eval()

@@ -3,8 +3,6 @@
 Rank 0 compares with a plain run, loads the adapter and has it merged; rank 1 meanwhile asks the gates for their verdict.
 """
 
-from __future__ import annotations
-
 import logging
 import shutil
 import time

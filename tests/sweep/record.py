@@ -1,7 +1,5 @@
 """The record of sweeps: what is kept of all outcomes, and the committed summary."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter
@@ -15,7 +13,6 @@ from tests.sweep.methods import ATTEMPTS, ROWS, VERSIONS, case_of
 ROOT = Path(__file__).resolve().parents[2]
 OUTCOMES = ROOT / "build" / "sweep" / "outcomes.jsonl"
 """One line for each case that was run since the sources last changed, the newest of a case last."""
-REHEARSALS = ROOT / "build" / "sweep" / "rehearsals.jsonl"
 SUMMARY = ROOT / "bench" / "results" / "sweep.json"
 TABLE = ROOT / "bench" / "results" / "methods.json"
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
@@ -26,9 +23,9 @@ def entries(digest: str | None) -> dict[str, dict[str, Any]]:
     return {entry["id"]: entry for entry in _lines() if digest in (None, entry["sources"])}
 
 
-def _lines(path: Path = OUTCOMES) -> Iterator[dict[str, Any]]:
-    if path.is_file():
-        for line in path.read_text().splitlines():
+def _lines() -> Iterator[dict[str, Any]]:
+    if OUTCOMES.is_file():
+        for line in OUTCOMES.read_text().splitlines():
             yield json.loads(line)
 
 
@@ -67,9 +64,6 @@ def write_summary(digest: str, seeds: Iterable[int]) -> Path:
             sorted(Counter(identifier for entry in found.values() for identifier in entry["refused_by"] or ()).items())
         ),
         "seconds_per_combination": round(sum(entry["seconds"] for entry in found.values()) / max(len(found), 1), 2),
-        "rehearsals": dict(
-            sorted(Counter(entry["agreement"] for entry in _lines(REHEARSALS) if entry["sources"] == digest).items())
-        ),
     }
     return _written(SUMMARY, summary)
 

@@ -3,8 +3,6 @@
 The trainer's own functions run unchanged; only what they return or are about to do is noted.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Moments are float32 here, whatever the parameter is held in: a run whose own moments vanish in 16 bits goes elsewhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs cases on gangs and judges them, one line of JSON each."""
 
-from __future__ import annotations
-
 import math
 import queue
 import shutil

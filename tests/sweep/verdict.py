@@ -1,7 +1,5 @@
 """What the three gates say of a case: schema, rules, and preflight's look at the model."""
 
-from __future__ import annotations
-
 import traceback
 from pathlib import Path
 
@@ -14,10 +12,11 @@ from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
+from finetune_trainer.added_tokens import remove_made
 from finetune_trainer.context import RunContext
-from finetune_trainer.preflight.added_tokens import check_rows
-from finetune_trainer.preflight.checks import CheckStep, base_is_made, has_added_tokens, has_structure, run_steps
-from finetune_trainer.roles.preflight import PreflightInspection, check_added_tokens, check_structure
+from finetune_trainer.preflight.added_tokens import add_tokens, check_rows
+from finetune_trainer.preflight.inspection import Inspection
+from finetune_trainer.preflight.model_process import check_model
 from tests.sweep.case import MODEL_CLAIM, Case
 from tests.sweep.material import IDENTITY
 from tests.sweep.observation import Verdict
@@ -27,12 +26,6 @@ PROFILE = FineTuneProfileSpec(trainer_image="registry.example/trainer")
 
 
 RECURRENT = "packing-with-recurrent-layers"
-LOOKS = (
-    CheckStep(check_added_tokens),
-    CheckStep(check_structure, (base_is_made,)),
-    CheckStep(check_rows, (has_structure, has_added_tokens)),
-)
-"""Those of preflight's checks that look at the model."""
 
 
 def verdict_of(case: Case, material: Path, scratch: Path) -> Verdict:
@@ -68,7 +61,13 @@ def _fields(finding: Finding) -> tuple[str, ...]:
 
 
 def _errors(plan: RunPlan, claims: Path) -> list[Finding]:
-    seen = PreflightInspection(RunContext(plan, "", claims, 0))
-    with seen.until_done:
-        run_steps(LOOKS, seen)
-    return [finding for finding in seen.findings if finding.severity == "error"]
+    context = RunContext(plan, "", claims, 0)
+    findings, added = add_tokens(context) if plan.model.added_tokens else ([], None)
+    if not findings:
+        context = context.with_trained_rows()
+        structure, findings = check_model(context.plan, context.base_model)
+        findings += check_rows(Inspection(context, added=added, structure=structure))
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if errors:
+        remove_made(context.workspace.added_tokens, context.workspace.base_with_tokens)
+    return errors

@@ -9,7 +9,7 @@ from tools import layers_page
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-QUESTIONS = 20
+QUESTIONS = 21
 NAME = re.compile(r"`((?:finetune_\w+|tests)/[\w/]+(?:\.py)?)(?:::(\w+))?`")
 
 

@@ -1,10 +1,8 @@
 """Every command and every block of code of the pages is executed by a test that is named, or it is said why none does so.
 
-The list is `tests.support.documented_by`; what it says of a test is checked when that test has run. Executed here are the
+The list is tests/support/documented_by.yaml; what it says of a test is checked when that test has run. Executed here are the
 commands that need no cluster, no torch and no GPU.
 """
-
-from __future__ import annotations
 
 import ast
 import functools
@@ -28,52 +26,17 @@ from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
 from tests import suites
 from tests.support import documented_by
+from tests.support.cases import table
 from tests.support.documented import PAGES, ROOT, Block, as_written, blocks_of, indented_blocks_of, spans_of
-from tests.support.documented_by import BLOCKS, LINES, NAMES, By, No, PartOf
+from tests.support.documented_by import BLOCKS, LINES, NAMES
 from tests.unit.finetune_cli.commands.test_data import chat, manifest, write
 from tests.unit.finetune_memory.configs import CONFIGS
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 ENTRIES = {**BLOCKS, **LINES}
-PROGRAMS = {
-    *("base64", "cosign", "ctr", "curl", "docker", "etcdctl", "finetune", "git", "grype", "helm", "hf", "jq", "kubectl", "make"),
-    *(
-        "mlflow",
-        "nvidia-smi",
-        "openssl",
-        "oras",
-        "pip",
-        "podman",
-        "promtool",
-        "pytest",
-        "python",
-        "python3",
-        "sha256sum",
-        "skopeo",
-    ),
-    *("tensorboard", "torchrun", "uv", "vllm", "wandb"),
-}
-"""That people run with ours: what begins with one, and has more than a second word, is a command or a name of one."""
+PROGRAMS, NO_COMMANDS = set(table(__file__, "PROGRAMS")), set(table(__file__, "NO_COMMANDS"))
 OF_OTHER_PRODUCTS = {"accelerate", "axolotl", "llamafactory-cli", "trl"}
-"""Which docs/reference/coming-from.md compares with ours."""
-NO_COMMANDS = {
-    *("Attempt 3 runs on 2 of 4 nodes.", "Some tensors share memory", "USER 65532:0", 'conflict with "kubectl"'),
-    *(
-        "invalid ownership metadata",
-        "several nodes share one workspace; set accessMode to ReadWriteMany",
-        "kill -9",
-        "ps -o comm",
-    ),
-    *(
-        "W + change of the input embeddings",
-        "W + change of the output layer",
-        "W - s B0 A0",
-        "W x + s B A x - s B0 A0 x",
-        "mypy --strict",
-    ),
-    *("COMMAND --help", "python train.py", "s B0 A0", "ld-linux-x86-64.so.2 --library-path DIR python3.11"),
-}
-"""Messages, formulas, and programs of the system that a sentence speaks of."""
+"""Commands of other products, with which docs/reference/coming-from.md compares ours."""
 NEED_VARIABLES = {"krew-bundle", "push", "release"}
 """Targets that say so if they are called without."""
 FINETUNE: Any = typer.main.get_command(app)
@@ -152,12 +115,22 @@ def functions_of(path: str) -> set[str]:
 
 def test_the_tests_are_there_and_what_they_replace_is_in_the_page() -> None:
     texts = {block.key: block.text for block in blocks()} | {line: line for line in LINES}
-    for key, by in ENTRIES.items():
-        if isinstance(by, By):
-            path, _, name = by.test.partition("::")
-            assert name in functions_of(path), by.test
-            assert [word for word in documented_by.words(by.stand_ins) if word not in texts[key]] == [], key
-            assert [word for word in documented_by.words(by.played) if word not in texts[key]] == [], key
+    for key, entry in ENTRIES.items():
+        if entry.test:
+            path, _, name = entry.test.partition("::")
+            assert name in functions_of(path), entry.test
+            assert [word for word in entry.words | entry.played if word not in texts[key]] == [], key
+
+
+def test_each_entry_says_one_thing_and_most_are_executed_letter_by_letter() -> None:
+    for name in ("blocks", "lines"):
+        for key, row in table(documented_by.__file__, name).items():
+            assert row.keys() <= {"by", "words", "played", "make", "untested"}, key
+    for key, entry in ENTRIES.items():
+        assert bool(entry.test) + bool(entry.make) + (len(entry.untested) > 8) == 1, key
+    assert sum(bool(entry.untested) for entry in ENTRIES.values()) < len(ENTRIES) / 4
+    letter_by_letter = [entry for entry in ENTRIES.values() if entry.test and not entry.words and not entry.played]
+    assert len(letter_by_letter) > 0.45 * len(ENTRIES)
 
 
 def test_what_a_target_of_make_runs_is_a_part_of_it() -> None:
@@ -165,10 +138,10 @@ def test_what_a_target_of_make_runs_is_a_part_of_it() -> None:
     shown = subprocess.run(["make", "-n", "-C", ROOT, "nightly"], capture_output=True, text=True, check=True).stdout
     nightly = set(re.split(r"\s+", shown))
     of_suites = {suite.name for group in suites.GROUPS for suite in group.suites}
-    for line, by in ENTRIES.items():
-        if isinstance(by, PartOf):
+    for line, entry in ENTRIES.items():
+        if entry.make:
             target = line.split()[1]
-            assert target in nightly if by.target == "nightly" else target.removeprefix("test-") in of_suites, line
+            assert target in nightly if entry.make == "nightly" else target.removeprefix("test-") in of_suites, line
 
 
 def test_targets_and_programs_that_the_lists_name_exist() -> None:
@@ -197,31 +170,6 @@ def test_commands_that_are_named_have_these_verbs_and_options() -> None:
         assert command is not None, span
         options = {name for option in command.params for name in [*option.opts, *option.secondary_opts]}
         assert set(re.findall(r"(?<=\s)--?[a-z][a-z-]*", match[2])) - options == set(), span
-
-
-def test_the_figures(capsys: pytest.CaptureFixture[str]) -> None:
-    """Printed, so that they are seen to change."""
-    kinds: Counter[str] = Counter()
-    for by in ENTRIES.values():
-        match by:
-            case By(stand_ins="", played=""):
-                kinds["letter by letter"] += 1
-            case By(played=""):
-                kinds["with other words for placeholders"] += 1
-            case By():
-                kinds["with another program in the place of one"] += 1
-            case PartOf(target):
-                kinds[f"by make {target}"] += 1
-            case No():
-                kinds["by no test"] += 1
-    lines = sum(len(block.commands) for block in blocks() if block.key not in BLOCKS)
-    in_sentences = sum(is_command(span) and span in LINES for span in spans())
-    with capsys.disabled():
-        print(f"\n{len(blocks())} blocks, {len(BLOCKS)} of them executed as a whole, the others have {lines} lines;")
-        print(f"{in_sentences} commands within sentences; {len(ENTRIES)} entries: {dict(kinds)}")
-    assert kinds["letter by letter"] > len(ENTRIES) * 0.45
-    assert kinds["by no test"] < len(ENTRIES) / 4
-    assert all(len(by.reason) > 8 for by in ENTRIES.values() if isinstance(by, No))
 
 
 @pytest.fixture
@@ -281,12 +229,12 @@ def test_commands_that_need_no_cluster_are_run_as_they_are_written(desk: Path) -
 
 
 GENERATORS = {
-    "coming-from": "finetune_cli.generate_coming_from",
-    "commands": "finetune_cli.generate_commands",
-    "fields": "finetune_cli.generate_fields",
-    "findings": "finetune_cli.generate_findings",
-    "rules": "finetune_cli.generate_rules",
-    "failures": "finetune_operator.decide.failure_table",
+    "coming-from": "tools.pages.coming_from",
+    "commands": "tools.pages.commands",
+    "fields": "tools.pages.fields",
+    "findings": "tools.pages.findings",
+    "rules": "tools.pages.rules",
+    "failures": "finetune_operator.decide.failures.table",
     "pitfalls": "tests.pitfalls.catalogue",
 }
 
@@ -342,21 +290,3 @@ def test_lines_that_people_write_are_at_most_130_wide() -> None:
             if len(line) > 130 and not is_code and not line.startswith("|"):
                 too_wide.append(f"{page.relative_to(ROOT)}:{number}")
     assert too_wide == []
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        "finetune validate -f job.yml",
-        "finetune validate",
-        "finetune list -A --colour",
-        "make nothing-of-this-name",
-        "helm install finetune charts/finetune-operator",
-    ],
-)
-def test_a_command_that_no_page_has_is_seen(command: str) -> None:
-    """The beginning of one that is there is another command, too."""
-    if command != "finetune validate":
-        with pytest.raises(AssertionError, match="no page has the command"):
-            as_written(command)
-    assert command not in LINES

@@ -1,7 +1,5 @@
 """docs/reference/library-settings.md names every setting of the locked libraries that a job has no field for, and no other."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import re

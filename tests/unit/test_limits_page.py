@@ -1,7 +1,5 @@
 """The page on limits: what it says is not there is refused, with the words and the advice of the page."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from finetune_cli.checks.estimate import EstimateError, EstimateOptions, estimate
+from finetune_cli.checks.estimate import EstimateOptions, estimate
 from finetune_cli.checks.validate import validate
+from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.inputs import DataFormat
 from finetune_memory.verdict import memory_finding
@@ -62,7 +61,7 @@ def packed_mixture(_directory: Path) -> str:
 
 def encoder_and_decoder(directory: Path) -> str:
     (directory / "config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true, "d_model": 512}')
-    with pytest.raises(EstimateError) as told:
+    with pytest.raises(LocalError) as told:
         estimate(ACCEPTED, profile=None, claims=directory, options=EstimateOptions(directory, "80Gi"))
     return str(told.value)
 
@@ -76,22 +75,14 @@ ASKED: dict[str, tuple[Callable[[Path], str], str, str]] = {
         "such as TRL's DPOTrainer",
     ),
     "rewards and": (written("rl", "grpo"), "supervised fine-tuning is all there is", "with TRL, and merge its adapter"),
-    "images and": (recorded(IMAGE, DataFormat.CHAT), "data-record-invalid", 'of the type "image" and not of text'),
+    "images and": (recorded(IMAGE, DataFormat.CHAT), "data-record-invalid", 'of the type "image", not "text"'),
     "a sequence over": (
         written("context_parallel_size", 2),
         "each sequence is on one rank",
         "shorten spec.data.maxSequenceLength",
     ),
-    "packages for flash": (
-        written("model.attention", "flash_attention_2"),
-        "torch has such kernels itself",
-        "write varlen",
-    ),
-    "8-bit and paged": (
-        written("training.optimizer", "adamw_8bit"),
-        "8-bit and paged optimizers are not offered",
-        "write AdamW",
-    ),
+    "packages for flash": (written("model.attention", "flash_attention_2"), "torch has such kernels itself", "write varlen"),
+    "8-bit and paged": (written("training.optimizer", "adamw_8bit"), "8-bit and paged optimizers are not offered", "write AdamW"),
     "a 4-bit base": (packed_mixture, "memory-estimate-exceeds-gpu", "set spec.parallelism.nodes: 2, spec.method.type: LoRA"),
     "an 8-bit base": (
         written("method", {"type": "QLoRA", "quantization": {"bits": 8}}),

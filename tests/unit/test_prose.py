@@ -1,7 +1,5 @@
 """The check of docstrings knows a part of a sentence from a sentence."""
 
-from __future__ import annotations
-
 import pytest
 
 from tools.budget import exceeded, lowered

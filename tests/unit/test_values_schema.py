@@ -1,7 +1,5 @@
 """The schema of the chart's values: its generated part, and that it knows every value there is; and the chart's README."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -95,7 +93,7 @@ def test_the_operator_may_reach_the_port_of_rank_0() -> None:
 
 def test_the_dashboards_are_the_generated_ones_and_name_no_installation() -> None:
     for board in dashboards.DASHBOARDS:
-        text = (dashboards.DIRECTORY / f"{board.name}.json").read_text()
+        text = (dashboards.DIRECTORY / f"{board}.json").read_text()
         assert text == dashboards.text(board), "run `make generate`"
         assert set(re.findall(r'"uid": "([^"]*)"', text)) == {"${datasource}"}
         assert json.loads(text)["templating"]["list"][0] == {
@@ -104,7 +102,7 @@ def test_the_dashboards_are_the_generated_ones_and_name_no_installation() -> Non
             "query": "prometheus",
             "label": "Data source",
         }
-    assert {path.stem for path in dashboards.DIRECTORY.iterdir()} == {"fleet", "run", "team"}
+    assert {path.stem for path in dashboards.DIRECTORY.iterdir()} == {"fleet", "run", "team"} == set(dashboards.DASHBOARDS)
 
 
 def test_the_profile_for_gpus_that_values_yaml_shows_is_one() -> None:

@@ -32,6 +32,11 @@ class ClusterAccess:
         """For a shell, with `environment`."""
         return shlex.join(self._kubectl)
 
+    @property
+    def helm_command(self) -> str:
+        """For a shell, with `environment`."""
+        return shlex.join(self._helm)
+
     def kubectl(self, *arguments: str | Path, input: str | None = None) -> str:  # noqa: A002 - as in subprocess.run
         """Run kubectl and return its standard output.
 

@@ -5,7 +5,6 @@ programs takes about five minutes on two cores; a directory is named after the h
 so an unchanged source is never built twice.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,12 +13,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from tools.cluster.cache import cache_root
+from tools.cluster.cache import cache_root, locked
 
 PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
 """Environment variable that names a directory of ready executables: those of `Binaries`."""
@@ -98,6 +96,14 @@ class _Module:
 _FLAGS = ("-trimpath", "-gcflags=all=-dwarf=false")
 _QUICK = ("-trimpath", "-gcflags=all=-dwarf=false -l", "-gcflags=std=-dwarf=false")
 """For programs that do little: without inlining a third less is spent on compiling. Go's own library is there already."""
+
+
+def _quick(name: str, *packages: str, flags: tuple[str, ...] = (), stub: _Stub | None = None) -> _Module:
+    """Return the module in the directory of this name, whose programs are called as their packages."""
+    programs = tuple(package.rpartition("/")[2] for package in packages)
+    return _Module(f"{name}-bin", _GO_SOURCES / name, packages, programs, (*_QUICK, *flags, "-ldflags", "-s -w"), stub)
+
+
 _CLUSTER = _Module(
     name="cluster-bin",
     sources=_GO_SOURCES,
@@ -106,69 +112,26 @@ _CLUSTER = _Module(
     flags=(*_FLAGS, "-ldflags", _linker_flags()),
 )
 _PROBE = _Module(
-    name="probe-bin",
-    sources=_GO_SOURCES / "probe",
-    packages=(".",),
-    programs=("probe",),
-    flags=(*_FLAGS, "-ldflags", "-s -w"),
+    name="probe-bin", sources=_GO_SOURCES / "probe", packages=(".",), programs=("probe",), flags=(*_FLAGS, "-ldflags", "-s -w")
 )
-_S3 = _Module(
-    name="s3-bin",
-    sources=_GO_SOURCES / "s3",
-    packages=("github.com/versity/versitygw/cmd/versitygw",),
-    programs=("versitygw",),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-_COSIGN = _Module(
-    name="cosign-bin",
-    sources=_GO_SOURCES / "cosign",
-    packages=("github.com/sigstore/cosign/v3/cmd/cosign",),
-    programs=("cosign",),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-"""Only for tests of the night: it takes five processor minutes to build."""
-_KREW = _Module(
-    name="krew-bin",
-    sources=_GO_SOURCES / "krew",
-    packages=("sigs.k8s.io/krew/cmd/krew", "sigs.k8s.io/krew/cmd/validate-krew-manifest"),
-    programs=("krew", "validate-krew-manifest"),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-"""Only for a test of the night."""
-_GRYPE = _Module(
-    name="grype-bin",
-    sources=_GO_SOURCES / "grype",
-    packages=("github.com/anchore/grype/cmd/grype", "./advisories"),
-    programs=("grype", "advisories"),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-"""Only for a test of the night."""
-_HELM3 = _Module(
-    name="helm3-bin",
-    sources=_GO_SOURCES / "helm3",
-    packages=("helm.sh/helm/v3/cmd/helm",),
-    programs=("helm",),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-"""Only for a test of the night."""
-_ORAS = _Module(
-    name="oras-bin",
-    sources=_GO_SOURCES / "oras",
-    packages=("oras.land/oras/cmd/oras",),
-    programs=("oras",),
-    flags=(*_QUICK, "-ldflags", "-s -w"),
-)
-"""Only for a test of the night."""
-_PROMETHEUS = _Module(
-    name="prometheus-bin",
-    sources=_GO_SOURCES / "prometheus",
-    packages=("github.com/prometheus/prometheus/cmd/prometheus", "github.com/prometheus/prometheus/cmd/promtool"),
-    programs=("prometheus", "promtool"),
+_S3 = _quick("s3", "github.com/versity/versitygw/cmd/versitygw")
+_PROMETHEUS = _quick(
+    "prometheus",
+    "github.com/prometheus/prometheus/cmd/prometheus",
+    "github.com/prometheus/prometheus/cmd/promtool",
     # Targets are static here, and nobody looks at the pages.
-    flags=(*_QUICK, "-tags", "remove_all_sd", "-ldflags", "-s -w"),
+    flags=("-tags", "remove_all_sd"),
     # promtool looks at certificates that these settings name, and so has all of the cluster's client: a third of the build.
     stub=_Stub("github.com/prometheus/prometheus", "discovery/kubernetes", "stubs/kubernetes.go"),
 )
+_OF_THE_NIGHT = {
+    "cosign": _quick("cosign", "github.com/sigstore/cosign/v3/cmd/cosign"),
+    "krew": _quick("krew", "sigs.k8s.io/krew/cmd/krew", "sigs.k8s.io/krew/cmd/validate-krew-manifest"),
+    "grype": _quick("grype", "github.com/anchore/grype/cmd/grype", "./advisories"),
+    "helm3": _quick("helm3", "helm.sh/helm/v3/cmd/helm"),
+    "oras": _quick("oras", "oras.land/oras/cmd/oras"),
+}
+"""Modules that only tests of the night need. Cosign takes five processor minutes to build."""
 _MODULES = (_CLUSTER, _PROBE, _S3, _PROMETHEUS)
 
 
@@ -224,39 +187,20 @@ def ensure_binaries() -> Binaries:
     return found
 
 
-def ensure_cosign() -> Path:
-    """Return the program that verifies releases, built if the cache lacks it. Raises BuildError."""
-    _ensure_built((_COSIGN,))
-    return _COSIGN.directory() / "cosign"
+def ensure_programs(name: str) -> tuple[Path, ...]:
+    """Return the programs of a module that only tests of the night need, built if the cache lacks them.
 
-
-def ensure_krew() -> tuple[Path, Path]:
-    """Return Krew and the program by which its index judges manifests, built if the cache lacks them. Raises BuildError."""
-    _ensure_built((_KREW,))
-    return _KREW.directory() / "krew", _KREW.directory() / "validate-krew-manifest"
-
-
-def ensure_grype() -> tuple[Path, Path]:
-    """Return the scanner, and the program that writes databases for it, built if the cache lacks them. Raises BuildError."""
-    _ensure_built((_GRYPE,))
-    return _GRYPE.directory() / "grype", _GRYPE.directory() / "advisories"
-
-
-def ensure_helm3() -> Path:
-    """Return the Helm of the generation before that of `ensure_binaries`, built if the cache lacks it. Raises BuildError."""
-    _ensure_built((_HELM3,))
-    return _HELM3.directory() / "helm"
-
-
-def ensure_oras() -> Path:
-    """Return the program by which people pull artifacts from registries, built if the cache lacks it. Raises BuildError."""
-    _ensure_built((_ORAS,))
-    return _ORAS.directory() / "oras"
+    Raises:
+        BuildError: Go is missing, or the build failed.
+    """
+    module = _OF_THE_NIGHT[name]
+    _ensure_built((module,))
+    return tuple(module.directory() / program for program in module.programs)
 
 
 def _ensure_built(modules: Sequence[_Module]) -> None:
     """Build what the cache lacks. What several modules have in common, Go's own library above all, is compiled once."""
-    with _locked(cache_root() / "go-build.lock"):
+    with locked(cache_root() / "go-build.lock"):
         missing = [module for module in modules if not module.directory().exists()]
         compiled = cache_root() / "go-build"
         try:
@@ -265,15 +209,6 @@ def _ensure_built(modules: Sequence[_Module]) -> None:
         finally:
             # Three gigabytes that only a change of the sources would ever use again.
             shutil.rmtree(compiled, ignore_errors=True)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build(module: _Module, compiled: Path) -> None:

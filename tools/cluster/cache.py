@@ -1,6 +1,9 @@
 """Where the test cluster keeps what is slow to make: its executables and its node's imported images."""
 
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CACHE_VARIABLE = "FINETUNE_TEST_CACHE"
@@ -11,3 +14,12 @@ def cache_root() -> Path:
     """Return the cache's directory (not created here)."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "finetune-operator"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -88,10 +88,7 @@ class CertificateAuthority:
             "apiVersion": "v1",
             "kind": "Config",
             "clusters": [
-                {
-                    "name": "test",
-                    "cluster": {"server": server, "certificate-authority-data": encoded(self.certificate)},
-                }
+                {"name": "test", "cluster": {"server": server, "certificate-authority-data": encoded(self.certificate)}}
             ],
             "users": [{"name": name, "user": user}],
             "contexts": [{"name": "test", "context": {"cluster": "test", "user": name}}],

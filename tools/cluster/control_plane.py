@@ -121,6 +121,12 @@ class ControlPlane(ClusterAccess):
             environment=without_proxies(os.environ),
         )
 
+        toleration_flags: list[str] = []
+        grace_flags: list[str] = []
+        if (loss := self._loss) is not None:
+            taints = ("not-ready", "unreachable")
+            toleration_flags = [f"--default-{taint}-toleration-seconds={loss.toleration_seconds}" for taint in taints]
+            grace_flags = ["--node-monitor-period=1s", f"--node-monitor-grace-period={loss.grace_seconds}s"]
         token_private, token_public = self.authority.service_account_key()
         self.start("etcd", self.binaries.kube, "etcd", *_etcd_flags(self.run.path / "etcd", etcd_port, peer_port))
         self.start(
@@ -129,7 +135,7 @@ class ControlPlane(ClusterAccess):
             *(f"--etcd-servers=http://{LOOPBACK}:{etcd_port}", f"--secure-port={api_port}"),
             *(f"--service-account-key-file={token_public}", f"--service-account-signing-key-file={token_private}"),
             *_api_server_flags(self._endpoint, self.authority),
-            *([] if self._loss is None else _toleration_flags(self._loss)),
+            *toleration_flags,
         )
         # Both exit when they start before the API server has created the bootstrap roles.
         self.wait_until(lambda: self.api.read("/readyz") is not None, "the API server to be ready")
@@ -143,12 +149,10 @@ class ControlPlane(ClusterAccess):
             # clients, which at the default rate takes five seconds.
             "--use-service-account-credentials=true",
             *("--kube-api-qps=500", "--kube-api-burst=1000"),
-            *([] if self._loss is None else _grace_flags(self._loss)),
+            *grace_flags,
         )
         self.start(
-            "kube-scheduler",
-            *(self.binaries.kube, "kube-scheduler"),
-            *self._client_flags("kube-scheduler", scheduler_port),
+            "kube-scheduler", *(self.binaries.kube, "kube-scheduler"), *self._client_flags("kube-scheduler", scheduler_port)
         )
         # Pods are refused in a namespace whose default ServiceAccount the controller manager has not made yet.
         self.wait_until(
@@ -204,14 +208,6 @@ def _api_server_flags(endpoint: Endpoint, authority: CertificateAuthority) -> li
     if not endpoint.published:
         flags.append("--endpoint-reconciler-type=none")  # a loopback address is no valid endpoint
     return flags
-
-
-def _toleration_flags(loss: NodeLoss) -> list[str]:
-    return [f"--default-{taint}-toleration-seconds={loss.toleration_seconds}" for taint in ("not-ready", "unreachable")]
-
-
-def _grace_flags(loss: NodeLoss) -> list[str]:
-    return ["--node-monitor-period=1s", f"--node-monitor-grace-period={loss.grace_seconds}s"]
 
 
 def free_ports(address: str, count: int) -> list[int]:

@@ -177,33 +177,15 @@ def address_of_node(address: str, node: NodeNetwork) -> Iterator[None]:
 def remove_network() -> None:
     """Remove whatever of the network exists; routes over the bridge go with it."""
     # Links first: the kernel takes those of a namespace away some time after the namespace.
-    for name in _links():
-        run_command("ip", "link", "del", name)
-    for namespace in _namespaces():
-        run_command("ip", "netns", "del", namespace)
+    for link in _ip("link", "show"):
+        if link["ifname"].startswith((_VETH_PREFIX, _BRIDGE)):
+            run_command("ip", "link", "del", link["ifname"])
+    for namespace in _ip("netns", "list"):
+        if namespace["name"].startswith(_NAMESPACE_PREFIX):
+            run_command("ip", "netns", "del", namespace["name"])
     for blackholed in _BLACKHOLED:
         if _ip("route", "show", "type", "blackhole", "exact", blackholed):
             run_command("ip", "route", "del", "blackhole", blackholed, "metric", _LAST_RESORT)
-
-
-def traces() -> list[str]:
-    """Return what exists of the cluster's network on this machine: nothing, when no node is running."""
-    routes = [
-        one["dst"] for one in _ip("route", "show", "table", "all") if one.get("dev") == _BRIDGE or one["dst"] in _BLACKHOLED
-    ]
-    return [
-        *(f"link {name}" for name in _links()),
-        *(f"network namespace {name}" for name in _namespaces()),
-        *(f"route {destination}" for destination in routes),
-    ]
-
-
-def _links() -> list[str]:
-    return [link["ifname"] for link in _ip("link", "show") if link["ifname"].startswith((_VETH_PREFIX, _BRIDGE))]
-
-
-def _namespaces() -> list[str]:
-    return [one["name"] for one in _ip("netns", "list") if one["name"].startswith(_NAMESPACE_PREFIX)]
 
 
 def foreign_route() -> str | None:

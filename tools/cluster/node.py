@@ -15,10 +15,10 @@ from pathlib import Path
 from types import TracebackType
 
 from tools.cluster import network
+from tools.cluster.cache import cache_root
 from tools.cluster.cgroups import cgroup_of, create_node_cgroups, remove_node_cgroups
 from tools.cluster.control_plane import ControlPlane
 from tools.cluster.errors import ClusterError
-from tools.cluster.image_directory import link_images, node_root
 from tools.cluster.images import ImageStore, probe_image_name, write_program_image
 from tools.cluster.network import NodeNetwork
 from tools.cluster.node_config import containerd_config, kubelet_config, network_plugins_config, plain_http_registry
@@ -39,6 +39,9 @@ _PRIVATE_DIRECTORIES = (
     "var/log/pods",
 )
 """Directories of this machine that the node's programs use by default, hidden in the node by empty ones."""
+_CONTENT = "io.containerd.content.v1.content/blobs"
+_SNAPSHOTS = "io.containerd.snapshotter.v1.overlayfs"
+_DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", f"{_SNAPSHOTS}/metadata.db")
 
 
 class Node:
@@ -53,7 +56,9 @@ class Node:
         self._first = first
         self._directory = control_plane.run.path / place.name
         self._private = self._directory / "root"
-        self._images = node_root(place)
+        # The first node's directory is kept between runs; deleting it costs only a new import.
+        name = "node-root" if place.number == 1 else f"node-root-{place.number}"
+        self._images = cache_root() / name / "containerd"
         self._made: list[Path] = []
         self._holder: Component | None = None
         self._components: list[Component] = []
@@ -303,3 +308,19 @@ class Node:
         for directory in reversed(self._made):
             with suppress(OSError):  # another node's are in it
                 directory.rmdir()
+
+
+def link_images(source: Path, target: Path) -> None:
+    """Give the container runtime at `target` the images of the one at `source`, which must stand still meanwhile.
+
+    An image of six gigabytes takes minutes to import and as much disk again. A runtime never writes to what it has unpacked, so
+    two nodes may have the very same files: each has links of its own, and only the databases, which do change, are copied.
+    `target` is emptied first. Both must be on one file system.
+    """
+    shutil.rmtree(target, ignore_errors=True)
+    for linked in (_CONTENT, f"{_SNAPSHOTS}/snapshots"):
+        (target / linked).parent.mkdir(parents=True, exist_ok=True)
+        run_command("cp", "--archive", "--link", source / linked, target / linked)
+    for database in _DATABASES:
+        (target / database).parent.mkdir(parents=True, exist_ok=True)
+        run_command("cp", "--archive", source / database, target / database)

@@ -57,14 +57,7 @@ def plain_http_registry(host: str) -> str:
 def network_plugins_config(pod_range: str) -> dict[str, Any]:
     """Return the list of network plugins that give a pod its address on the node's bridge."""
     addresses = {"type": "host-local", "ranges": [[{"subnet": pod_range}]], "routes": [{"dst": "0.0.0.0/0"}]}
-    bridge = {
-        "type": "bridge",
-        "bridge": "cni0",
-        "isGateway": True,
-        "hairpinMode": True,
-        "ipMasq": False,
-        "ipam": addresses,
-    }
+    bridge = {"type": "bridge", "bridge": "cni0", "isGateway": True, "hairpinMode": True, "ipMasq": False, "ipam": addresses}
     ports = {"type": "portmap", "capabilities": {"portMappings": True}}
     return {"cniVersion": "1.0.0", "name": "pods", "plugins": [bridge, ports]}
 

@@ -6,15 +6,14 @@ A new policy or pod is taken notice of within half a second. Until then a pod is
 import http.client
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from tools.cluster.api import ApiReader
 from tools.cluster.errors import ClusterError
 from tools.cluster.network import NodeNetwork
-from tools.cluster.policy_rules import pod_rules
-from tools.cluster.policy_ruleset import removal, ruleset
+from tools.cluster.policy_rules import ANYWHERE, Flow, PodRules, Ports, pod_rules
 from tools.cluster.processes import run_command
 
 _POLL_SECONDS = 0.5
@@ -22,6 +21,9 @@ _SETTLE_SECONDS = 30.0
 _POLICIES = "/apis/networking.k8s.io/v1/networkpolicies"
 _PODS = "/api/v1/pods"
 _NAMESPACES = "/api/v1/namespaces"
+_TABLE = "finetune-policies"
+"""Name of the nftables table, of the family ip."""
+_ESTABLISHED = "ct state established,related accept"
 
 
 class PolicyEnforcer:
@@ -118,3 +120,61 @@ def _items(connection: http.client.HTTPSConnection, path: str) -> list[dict[str,
         raise http.client.HTTPException(f"{response.status} for {path}")
     items: list[dict[str, Any]] = json.loads(body)["items"]
     return items
+
+
+def removal() -> str:
+    """Input of `nft -f` that removes the table, whether it is there or not."""
+    return f"table ip {_TABLE}\ndelete table ip {_TABLE}\n"
+
+
+def ruleset(rules: Sequence[PodRules]) -> str:
+    """Input of `nft -f` that replaces all rules at once.
+
+    A packet between pods of one node is seen because the kernel gives bridged packets to the forward hook, one to the node itself
+    in the input hook, both after translation of Service addresses. A node reaches its own pods always, as Kubernetes demands.
+    """
+    egress = {one.address: one.egress for one in rules if one.egress is not None}
+    ingress = {one.address: one.ingress for one in rules if one.ingress is not None}
+    return "\n".join(
+        [
+            f"{removal()}table ip {_TABLE} {{",
+            *_chain("forward", "type filter hook forward priority filter", _ESTABLISHED, "jump egress", "jump ingress"),
+            *_chain("input", "type filter hook input priority filter", _ESTABLISHED, "jump egress"),
+            *_chain("egress", *_dispatch("saddr", "egress", egress)),
+            *_chain("ingress", *_dispatch("daddr", "ingress", ingress)),
+            *(line for address, flows in egress.items() for line in _pod_chain("egress", address, "daddr", flows)),
+            *(line for address, flows in ingress.items() for line in _pod_chain("ingress", address, "saddr", flows)),
+            "}\n",
+        ]
+    )
+
+
+def _chain(name: str, *lines: str) -> list[str]:
+    return [f"  chain {name} {{", *(f"    {line};" for line in lines), "  }"]
+
+
+def _dispatch(field: str, direction: str, addresses: Iterable[str]) -> list[str]:
+    elements = ", ".join(f"{address} : jump {direction}-{address}" for address in addresses)
+    return [f"ip {field} vmap {{ {elements} }}"] if elements else []
+
+
+def _pod_chain(direction: str, address: str, field: str, flows: Iterable[Flow]) -> list[str]:
+    allowed = [f"{_peers(field, flow)}{match}return" for flow in flows for match in _ports(flow.ports)]
+    return _chain(f"{direction}-{address}", *allowed, "drop")
+
+
+def _peers(field: str, flow: Flow) -> str:
+    included = "" if flow.peers == (ANYWHERE,) else f"ip {field} {_set(flow.peers)} "
+    return included + (f"ip {field} != {_set(flow.excluded)} " if flow.excluded else "")
+
+
+def _ports(ports: Iterable[Ports]) -> list[str]:
+    """A match for each protocol; one that matches everything if there are no ports."""
+    by_protocol: dict[str, list[str]] = {}
+    for one in ports:
+        by_protocol.setdefault(one.protocol, []).append(f"{one.first}-{one.last}" if one.last > one.first else f"{one.first}")
+    return [f"{protocol} dport {_set(numbers)} " for protocol, numbers in by_protocol.items()] or [""]
+
+
+def _set(elements: Iterable[str]) -> str:
+    return f"{{ {', '.join(dict.fromkeys(elements))} }}"

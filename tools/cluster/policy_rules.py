@@ -102,37 +102,33 @@ def _flows(
     namespaces: Mapping[str, Mapping[str, str]],
 ) -> tuple[Flow, ...]:
     flows: list[Flow] = []
-    for spec in specs:
-        for rule in spec.get(direction) or []:
-            ports = rule.get("ports") or []
-            named = [port for port in ports if isinstance(port.get("port"), str)]
-            numbers = tuple(_numbered(port) for port in ports if port not in named)
-            peers = [
-                peer
-                for one in rule.get(side) or [{"ipBlock": {"cidr": ANYWHERE}}]
-                for peer in _peers(one, subject, pods, namespaces)
-            ]
-            # A name means the port of that name in the pod that accepts the connection.
-            if direction == "ingress":
-                numbers += _resolved(named, subject)
-            if not ports or numbers:
-                flows += [Flow(addresses, numbers, excluded) for addresses, excluded, _ in peers]
-            if direction == "egress" and named:
-                accepting = pods if not rule.get(side) else [pod for _, _, members in peers for pod in members]
-                flows += [Flow((pod.address,), resolved) for pod in accepting if (resolved := _resolved(named, pod))]
+    for rule in (rule for spec in specs for rule in spec.get(direction) or []):
+        for port in rule.get("ports") or []:
+            if "endPort" in port or (direction == "egress" and isinstance(port.get("port"), str)):
+                raise ValueError(f"policies of this product have no such ports: {port}")
+        # A name is that of a port of the pod that accepts the connection.
+        ports = tuple(found for port in rule.get("ports") or [] if (found := _port(port, subject)) is not None)
+        if rule.get("ports") and not ports:
+            continue
+        for peer in rule.get(side) or [{"ipBlock": {"cidr": ANYWHERE}}]:
+            block = peer.get("ipBlock")
+            if block is None:
+                chosen = tuple(pod.address for pod in pods if _selects(peer, pod, subject.namespace, namespaces))
+                flows += [Flow(chosen, ports)] if chosen else []
+            elif ":" not in block["cidr"]:  # nodes and pods of the test cluster have no IPv6
+                flows.append(Flow((block["cidr"],), ports, tuple(block.get("except") or [])))
     return tuple(flows)
 
 
-def _peers(
-    peer: Document, subject: _Pod, pods: Sequence[_Pod], namespaces: Mapping[str, Mapping[str, str]]
-) -> list[tuple[tuple[str, ...], tuple[str, ...], list[_Pod]]]:
-    """Addresses, those excluded of them, and the pods that were selected; nothing if no pod is selected."""
-    block = peer.get("ipBlock")
-    if block is not None:
-        # Nodes and pods of the test cluster have no IPv6.
-        return [] if ":" in block["cidr"] else [((block["cidr"],), tuple(block.get("except") or []), [])]
-    chosen = [pod for pod in pods if _selects(peer, pod, subject.namespace, namespaces)]
-    return [(tuple(pod.address for pod in chosen), (), chosen)] if chosen else []
+def _port(port: Document, pod: _Pod) -> Ports | None:
+    """Return a port by its number or, in the pod that accepts the connection, by its name."""
+    protocol, number = port.get("protocol", "TCP"), port.get("port")
+    if isinstance(number, str):
+        number = pod.named_ports.get((protocol, number))
+        if number is None:
+            return None
+    first, last = _ALL_PORTS if number is None else (number, number)
+    return Ports(protocol.lower(), first, last)
 
 
 def _selects(peer: Document, pod: _Pod, own_namespace: str, namespaces: Mapping[str, Mapping[str, str]]) -> bool:
@@ -145,32 +141,7 @@ def _selects(peer: Document, pod: _Pod, own_namespace: str, namespaces: Mapping[
 def _matches(selector: Document, labels: Mapping[str, str]) -> bool:
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
-    return all(_holds(one, labels.get(one["key"])) for one in selector.get("matchExpressions") or [])
-
-
-def _holds(requirement: Document, value: str | None) -> bool:
-    match requirement["operator"]:
-        case "In":
-            return value in requirement["values"]
-        case "NotIn":
-            return value not in requirement["values"]
-        case "Exists":
-            return value is not None
-        case "DoesNotExist":
-            return value is None
-        case unknown:
-            raise ValueError(f"a label selector has the unknown operator {unknown}")
-
-
-def _numbered(port: Document) -> Ports:
-    first, last = _ALL_PORTS if port.get("port") is None else (port["port"], port.get("endPort") or port["port"])
-    return Ports(port.get("protocol", "TCP").lower(), first, last)
-
-
-def _resolved(named: Iterable[Document], pod: _Pod) -> tuple[Ports, ...]:
-    keys = [(port.get("protocol", "TCP"), port["port"]) for port in named]
-    return tuple(
-        Ports(protocol.lower(), pod.named_ports[protocol, name], pod.named_ports[protocol, name])
-        for protocol, name in keys
-        if (protocol, name) in pod.named_ports
-    )
+    expressions = selector.get("matchExpressions") or []
+    if unknown := {one["operator"] for one in expressions} - {"In"}:
+        raise ValueError(f"our policies have no such operators in their selectors: {unknown}")
+    return all(labels.get(one["key"]) in one["values"] for one in expressions)

@@ -3,7 +3,6 @@
 `python -m tools.images` builds both. Everything slow is kept in the cache by the hash of what goes into it.
 """
 
-import fcntl
 import os
 import shutil
 import tempfile
@@ -14,12 +13,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.cluster.cache import cache_root
+from tools.cluster.cache import cache_root, locked
 from tools.cluster.requirements import ensure_packages
 from tools.images.base import base_archive
 from tools.images.buildah import Storage
-from tools.images.errors import ImageError
-from tools.images.programs import timed
+from tools.images.programs import ImageError, timed
 from tools.images.sources import SOURCES, Sources
 from tools.images.store import StoredImage, find_image, write_archive
 from tools.images.wheelhouse import wheelhouse
@@ -117,7 +115,7 @@ def build(which: str) -> Image:
     sources = SOURCES[which]
     directory = cache_root() / "images"
     directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / f"{sources.name}.lock"):
+    with locked(directory / f"{sources.name}.lock"):
         for _ in range(_ATTEMPTS):
             image = _named(sources, directory)
             if find_image(image.storage.root, f"localhost/{image.name}:{image.tag}") is not None:
@@ -169,7 +167,7 @@ def _build(sources: Sources, image: Image, directory: Path) -> None:
 
 
 def _base(directory: Path, kind: str) -> Path:
-    with _locked(directory / f"{kind}.lock"):
+    with locked(directory / f"{kind}.lock"):
         return base_archive(directory, kind)
 
 
@@ -177,11 +175,3 @@ def _remove_older_storages(directory: Path, name: str) -> None:
     storages = [path for path in directory.glob(f"{name}-*") if path.is_dir()]
     for older in sorted(storages, key=lambda path: path.stat().st_mtime, reverse=True)[_KEPT:]:
         shutil.rmtree(older)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -1,19 +1,14 @@
-"""The images' lists of packages and hashes, derived from uv.lock.
-
-`python -m tools.images.locks` writes them, with `--check` it only compares.
-"""
+"""The images' lists of packages and hashes, derived from uv.lock. `python -m tools.images.locks` writes them."""
 
 import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.images.errors import ImageError
-from tools.images.programs import run
+from tools.images.programs import ImageError, run
 from tools.images.sources import BILL_OF_MATERIALS, REPOSITORY, SOURCES
 
-_COMMAND = "'python -m tools.images.locks'"
-_HEADER = f"# From uv.lock, by {_COMMAND}. Do not edit.\n"
+_HEADER = "# From uv.lock, by 'python -m tools.images.locks'. Do not edit.\n"
 
 _FORBIDDEN = frozenset({"kernels"})
 """Packages that no image may have: libraries that find `kernels` fetch native code from a hub at run time."""
@@ -64,20 +59,11 @@ def stale() -> list[Lock]:
     return [lock for lock in LOCKS if not lock.path.exists() or lock.path.read_text(encoding="utf-8") != derive(lock)]
 
 
-def main(arguments: list[str]) -> int:
-    """Write the locks, or with `--check` say which are stale (exit status 1)."""
-    if arguments == ["--check"]:
-        found = stale()
-        for lock in found:
-            print(f"{lock.path} is not what uv.lock says: run {_COMMAND}", file=sys.stderr)
-        return 1 if found else 0
-    if arguments:
-        print("usage: python -m tools.images.locks [--check]", file=sys.stderr)
-        return 2
+def main() -> None:
+    """Write the locks."""
     for lock in LOCKS:
         lock.path.write_text(derive(lock), encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

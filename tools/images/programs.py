@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.images.errors import ImageError
-
 _SHOWN_LINES = 40
+
+
+class ImageError(RuntimeError):
+    """An image cannot be built or read; the message says why and what to do."""
 
 
 def run(*command: str | Path, environment: Mapping[str, str] | None = None, text: str | None = None) -> str:

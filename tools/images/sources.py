@@ -62,7 +62,7 @@ class Sources:
     def dependencies_hash(self) -> str:
         """Changes with what makes the layers below our code."""
         stages = self.containerfile.read_text(encoding="utf-8").rpartition(_FINAL_STAGE)[0]
-        recipe = [path for root in self._context() if not _is_package(root) for path in _files(root)]
+        recipe = [path for root in self._context() if not (root / "__init__.py").exists() for path in _files(root)]
         return _hash(recipe, self._bases + stages)
 
     @property
@@ -86,10 +86,6 @@ SOURCES = {
     "operator": Sources("finetune-operator", REPOSITORY / "operator", "operator"),
 }
 """The images, by the word that picks one of them."""
-
-
-def _is_package(path: Path) -> bool:
-    return (path / "__init__.py").exists()
 
 
 def _files(root: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from tools.images.errors import ImageError
+from tools.images.programs import ImageError
 
 _TAR_BLOCK = 512
 _TAR_SPLIT_FILE, _TAR_SPLIT_SEGMENT = 1, 2
@@ -92,11 +92,7 @@ def write_archive(image: StoredImage, output: BinaryIO, present: Collection[str]
     index = {
         "schemaVersion": 2,
         "manifests": [
-            {
-                "mediaType": "application/vnd.oci.image.manifest.v1+json",
-                "digest": manifest_digest,
-                "size": len(image.manifest),
-            }
+            {"mediaType": "application/vnd.oci.image.manifest.v1+json", "digest": manifest_digest, "size": len(image.manifest)}
         ],
     }
     _write_entry(output, "oci-layout", b'{"imageLayoutVersion": "1.0.0"}')
@@ -106,14 +102,10 @@ def write_archive(image: StoredImage, output: BinaryIO, present: Collection[str]
     identifiers = _layer_identifiers(image.root)
     for layer in image.layers:
         if layer.digest not in present:
-            output.write(_header(_blob_path(layer), layer.size))
+            output.write(_header(f"blobs/{layer.digest.replace(':', '/')}", layer.size))
             _copy_layer(image.root, identifiers[layer.digest], layer, output)
             output.write(bytes(-layer.size % _TAR_BLOCK))
     output.write(bytes(2 * _TAR_BLOCK))
-
-
-def _blob_path(blob: _Blob) -> str:
-    return "blobs/" + blob.digest.replace(":", "/")
 
 
 def _header(name: str, size: int) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from tools.images.errors import ImageError
+from tools.images.programs import ImageError
 from tools.krew.bundle import bundle
 from tools.krew.manifest import archive_name, manifest
 from tools.krew.platforms import PLATFORMS, own_platform

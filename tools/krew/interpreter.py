@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tools.images.base import chosen_sources
-from tools.images.errors import ImageError
-from tools.images.programs import run
+from tools.images.programs import ImageError, run
 from tools.krew.elf import read_program
 from tools.krew.platforms import PYTHON, Debian
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from tools.cluster.binaries import find_binaries
-from tools.images import Image, ImageError, build
+from tools.images import ImageError, build
 from tools.images.programs import run, timed
 from tools.images.sources import REPOSITORY, SOURCES
 from tools.release.attach import Layer, attach, digest_of_tag, repository
@@ -59,7 +59,7 @@ class Release:
         image = build(which)
         with timed(f"{image.name}: push"):
             digest = image.push(self.registry, tag=self.version, plain_http=self.plain_http)
-        materials = {str(path.relative_to(REPOSITORY)): _sha256(path) for path in sources.locks}
+        materials = {str(path.relative_to(REPOSITORY)): hashlib.sha256(path.read_bytes()).hexdigest() for path in sources.locks}
         made = Build(
             kind="image",
             parameters={"containerfile": str(sources.containerfile.relative_to(REPOSITORY)), "version": self.version},
@@ -70,7 +70,9 @@ class Release:
         )
         published = Published(f"{self.registry}/{image.name}", digest)
         unaffected = json.loads(NOT_AFFECTED.read_text())
-        predicates = {PROVENANCE_TYPE: provenance(made), BILL_TYPE: _bill(image), EXPLOITABILITY_TYPE: unaffected}
+        with image.mounted() as root:
+            bill = json.loads((root / _BILL).read_text())
+        predicates = {PROVENANCE_TYPE: provenance(made), BILL_TYPE: bill, EXPLOITABILITY_TYPE: unaffected}
         self._sign(published, predicates)
         return published
 
@@ -144,13 +146,3 @@ def helm(*arguments: str | Path) -> str:
     docker = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
     logins = {"HELM_REGISTRY_CONFIG": str(docker)} if docker.exists() else {}
     return run(installed or binaries.helm, *arguments, environment=logins)  # type: ignore[union-attr]
-
-
-def _bill(image: Image) -> dict[str, Any]:
-    with image.mounted() as root:
-        bill: dict[str, Any] = json.loads((root / _BILL).read_text())
-    return bill
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tools.images.errors import ImageError
-from tools.images.programs import run
+from tools.images.programs import ImageError, run
 
 PASSWORD_VARIABLE = "KEY_PASSWORD"  # noqa: S105
 """Environment variable: what an encrypted key is opened with."""

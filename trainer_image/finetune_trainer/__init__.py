@@ -1,1 +1,1 @@
-"""The programs in the pods of a job: fetch, preflight, train, merge and publish, one after the other."""
+"""The programs that run in the pods of a job, one after the other: fetch, preflight, train, merge and publish."""

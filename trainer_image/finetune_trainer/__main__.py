@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: run one role with the plan and these arguments."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: run one role, with a job's plan and these arguments."""
 
 from __future__ import annotations
 
@@ -11,31 +11,22 @@ from pathlib import Path
 from finetune_job.failures import TerminationReport
 from finetune_job.names import CREDENTIALS_MOUNT, OBSERVE_PORT, RENDEZVOUS_PORT, TERMINATION_LOG, Role
 from finetune_trainer.context import RunContext, add_run_arguments, add_until_step, run_context
-from finetune_trainer.processes.container import take_attempt
-from finetune_trainer.processes.start import (
-    die_with,
-    end,
-    keep_bitsandbytes_out,
-    keep_torch_out,
-    map_torch_libraries,
-    preload,
-    start_no_threads,
-)
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, keep_torch_out, preload, start_no_threads
 from finetune_trainer.termination import run_role
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-"""Format of a role's log lines, from which `finetune run` learns what a role is doing or waiting for."""
+"""Format of a role's log lines. `finetune run` reads them to show what a role is doing or waiting for."""
 
 
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the arguments of all roles."""
     top = argparse.ArgumentParser(prog="python -m finetune_trainer", description=__doc__)
+    top.add_argument("--parent", type=int, help="process with which this one ends")
     roles = top.add_subparsers(dest="role", required=True)
     for role in Role:
         arguments = roles.add_parser(role.value)
         add_run_arguments(arguments)
         arguments.add_argument("--termination-log", type=Path, default=Path(TERMINATION_LOG))
-        arguments.add_argument("--parent", type=int, help="process with which this one ends")
         if role in (Role.FETCH, Role.PUBLISH):
             arguments.add_argument("--credentials", type=Path, default=Path(CREDENTIALS_MOUNT))
         if role is Role.TRAIN:
@@ -45,19 +36,25 @@ def parser() -> argparse.ArgumentParser:
             arguments.add_argument("--master-port", type=int, default=RENDEZVOUS_PORT)
             arguments.add_argument("--ranks", type=int, help="processes of this node alone; unset: as the plan says")
             arguments.add_argument("--nodes", type=int, help="nodes of this attempt of an elastic gang; unset: as the plan says")
-            arguments.add_argument("--attempt-file", type=Path, help="names the attempt of a container that was started again")
+            arguments.add_argument("--restarts", type=int, default=0, help="how often ranks that fail are started again here")
             arguments.add_argument("--observe-port", type=int, default=OBSERVE_PORT, help="0: any free port, see observe.json")
     return top
 
 
-def _fetch(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
+def _with_credentials(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
     from finetune_trainer.network.environment import go_online
 
     go_online()
     from finetune_trainer.credentials import Credentials
-    from finetune_trainer.roles.fetch import fetch
 
-    return fetch(context, Credentials(arguments.credentials))
+    credentials = Credentials(arguments.credentials)
+    if arguments.role == Role.FETCH:
+        from finetune_trainer.roles.fetch import fetch
+
+        return fetch(context, credentials)
+    from finetune_trainer.roles.publish import publish
+
+    return publish(context, credentials)
 
 
 def _preflight(context: RunContext, _arguments: argparse.Namespace) -> TerminationReport:
@@ -83,7 +80,7 @@ def _train(context: RunContext, arguments: argparse.Namespace) -> TerminationRep
             observe_port=arguments.observe_port,
             ranks=arguments.ranks,
             nodes=arguments.nodes,
-            attempt_file=arguments.attempt_file,
+            restarts=arguments.restarts,
         ),
     )
 
@@ -96,22 +93,12 @@ def _merge(context: RunContext, _arguments: argparse.Namespace) -> TerminationRe
     return merge(context)
 
 
-def _publish(context: RunContext, arguments: argparse.Namespace) -> TerminationReport:
-    from finetune_trainer.network.environment import go_online
-
-    go_online()
-    from finetune_trainer.credentials import Credentials
-    from finetune_trainer.roles.publish import publish
-
-    return publish(context, Credentials(arguments.credentials))
-
-
 ROLES: dict[Role, Callable[[RunContext, argparse.Namespace], TerminationReport]] = {
-    Role.FETCH: _fetch,
+    Role.FETCH: _with_credentials,
     Role.PREFLIGHT: _preflight,
     Role.TRAIN: _train,
     Role.MERGE: _merge,
-    Role.PUBLISH: _publish,
+    Role.PUBLISH: _with_credentials,
 }
 
 
@@ -121,19 +108,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.parent is not None:
         die_with(arguments.parent)
-    if arguments.role == Role.MERGE:
-        map_torch_libraries()
-    if getattr(arguments, "attempt_file", None) is not None:
-        first = arguments.attempt
-        arguments.attempt = take_attempt(first)
-        if arguments.attempt == first:
-            arguments.attempt_file = None
     contexts: list[RunContext] = []
 
     def body() -> TerminationReport:
         contexts.append(run_context(arguments))
         role = Role(arguments.role)
-        # Preflight ignores rows of an earlier preflight: the base may have changed since.
+        # Preflight ignores the added tokens' rows that an earlier preflight recorded: the base may have changed since.
         context = contexts[0] if role in (Role.FETCH, Role.PREFLIGHT) else contexts[0].with_trained_rows()
         return ROLES[role](context, arguments)
 

@@ -1,6 +1,6 @@
-"""Preflight's record of tokens that a job adds to its base model, and the plan with their rows.
+"""Defines preflight's record of the tokens that a job adds to its base model, and adds their rows to the plan.
 
-The ids are known once the tokenizer has been read, after the plan is frozen, so later roles read them from the workspace.
+Their ids are not known until the tokenizer is read, after the plan is frozen. So later roles read them from the workspace.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from finetune_trainer.files import TEMPORARY_MARK, read_own, remove_tree
 FIELD = "spec.model.addedTokens"
 _NOT_OURS = "start a new job, and let nothing else write to its workspace"
 MOST_RECORD_BYTES = 1 << 20
-"""256 tokens of 128 characters take some 300 KB if each character is escaped."""
+"""Largest size of a record: 256 tokens of 128 characters take some 300 KB if each character is escaped."""
 
 
 class AddedTokens(BaseModel):
-    """A base model with added tokens. The model is complete once this record exists."""
+    """The record of a base model with added tokens. It is written last, so a model that has it is complete."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     tokens: tuple[AddedTokenPlan, ...]
@@ -34,13 +34,13 @@ class AddedTokens(BaseModel):
     num_rows: int
     """Number of rows of the embeddings."""
     has_more_rows: bool
-    """Whether the embeddings have more rows than in the base."""
+    """Whether the embeddings have more rows than those of the original base."""
     embedding: str
     """Last part of the embedding module's path."""
     head: str
     """Last part of the output head's path."""
     separate_head: str | None
-    """The output head, if it does not share the embedding's rows."""
+    """The output head if it does not share the embedding's rows, otherwise None."""
 
     @model_validator(mode="after")
     def _one_id_each(self) -> Self:
@@ -52,49 +52,48 @@ class AddedTokens(BaseModel):
 
     @property
     def id_of(self) -> dict[str, int]:
-        """Ids by the tokens' texts."""
+        """Text of each token -> its id."""
         return {token.content: number for token, number in zip(self.tokens, self.ids, strict=True)}
 
 
 class BaseOrder(BaseModel):
-    """An order to make a base model with added tokens."""
+    """The facts that are needed to make a base model with added tokens."""
 
     base: Path
     root: Path
-    """Directory below which links of the base may lead."""
+    """Directory below which links of the base must lead."""
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     saved_whole: tuple[str, ...] | None
-    """Names of modules that the adapter holds whole; None: there is no adapter."""
+    """Names of modules that the adapter holds whole; None if there is no adapter."""
     target: Path
     record: Path
-    """Path of AddedTokens, which is written last."""
+    """Path of the record (AddedTokens), which is written last."""
 
     @classmethod
     def of(cls, plan: RunPlan, **places: Any) -> Self:
-        """Make an order from the plan and the other fields."""
+        """Make an order from the plan, and from the other fields in `places`."""
         model, method = plan.model, plan.method
         settings = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
         return cls(**settings, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
 
 
 def read_added_tokens(path: Path) -> AddedTokens | None:
-    """Read the record; None if preflight has not written it. Raises ModelError if it is not what preflight writes, OSError."""
+    """Read the record; None if it does not exist. Raises ModelError if it is not what preflight writes; OSError."""
     try:
         return AddedTokens.model_validate_json(read_own(path, MOST_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except ValidationError as error:
         raise ModelError(
-            f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)",
-            _NOT_OURS,
+            f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)", _NOT_OURS
         ) from error
 
 
 def remove_made(record: Path, target: Path) -> None:
-    """Remove record and model, and leftovers of a killed process. Raises OSError.
+    """Remove the record, the model, and what a killed process left of them. Raises OSError.
 
-    The record goes first, since without it the model is not complete.
+    The record is removed first, since the model counts as complete while it exists.
     """
     remove_tree(record)
     remove_tree(target)
@@ -104,7 +103,7 @@ def remove_made(record: Path, target: Path) -> None:
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:
-    """The finding of an added token that the tokenizer already has, or None. vocabulary: its ids by text."""
+    """The finding that the tokenizer already has an added token, or None. vocabulary: text -> id of the tokenizer's tokens."""
     ids = {token.content: _known_id(token.content, vocabulary, tokenizer) for token in tokens}
     known = [content for content, number in ids.items() if number is not None]
     if not known:
@@ -121,7 +120,7 @@ def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int],
 
 
 def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
-    """Id of a known token. Vocabularies of bytes spell a space and non-ASCII text differently, so the text is encoded, too."""
+    """Id of a known token, or None. The text is also encoded: vocabularies of bytes spell spaces and non-ASCII differently."""
     if content in vocabulary:
         return vocabulary[content]
     ids = tokenizer(content, add_special_tokens=False)["input_ids"]
@@ -129,9 +128,9 @@ def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> in
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
-    """The plan that also trains the added tokens' rows of embedding and output head, unless something else trains these.
+    """The plan that also trains the added tokens' rows of embedding and output head, unless the plan already trains them.
 
-    Raises ModelError if the tokens are not the plan's.
+    Raises ModelError if the record is not about the plan's tokens.
     """
     if added.tokens != plan.model.added_tokens:
         raise ModelError(f"{FIELD}: what preflight has written down is of other tokens", _NOT_OURS)

@@ -1,4 +1,4 @@
-"""The context of every role and every rank: the plan, proven by its digest, the mounts, and the arguments for them."""
+"""Defines the context of every role and every rank: the plan, verified by its digest, the mounts, and the arguments."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ class RunContext:
     claims_root: Path
     attempt: int
     links_lead_to: Path | None = None
-    """Directory below which links of the base model may lead; None: the mount of its claim, or the cache that it is a snapshot
-    of.
-    """
+    """Directory below which links of the base model must lead; None: the mount of its claim, or the cache that contains it."""
     until_step: int | None = None
-    """Optimizer step after which training ends with its state saved and no result; None: it trains to its end."""
+    """Optimizer step after which training stops, with its state saved but no result; None: it runs to its end."""
 
     def path(self, location: ClaimPath) -> Path:
-        """Path at which a location on a claim is mounted."""
+        """Path of a location on a mounted claim."""
         return self.claims_root / location.claim / location.path
 
     @property
@@ -48,43 +46,43 @@ class RunContext:
 
     @property
     def source_model(self) -> Path:
-        """The directory that the job names, or its fetched copy."""
+        """The model directory that the job names, or the copy that was fetched."""
         return self.path(self.plan.model.location)
 
     @property
     def base_model(self) -> Path:
-        """The model that is trained and merged into: the source, or preflight's copy with the job's added tokens."""
+        """The model that is trained, and into which adapters are merged: the source, or preflight's copy with added tokens."""
         return self.workspace.base_with_tokens if self.plan.model.added_tokens else self.source_model
 
     @property
     def base_model_root(self) -> Path:
-        """Directory below which links of the base model may lead."""
+        """Directory below which links of the base model must lead."""
         claim = self.plan.workspace.claim if self.plan.model.added_tokens else self.plan.model.location.claim
         return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
 
     def with_trained_rows(self) -> RunContext:
-        """This context with a plan that trains the rows of added tokens, if the job has some.
+        """This context; if the job adds tokens, with a plan that trains their rows.
 
-        Raises ModelError if preflight's record of them is missing or malformed; OSError.
+        Raises ModelError if preflight's record of these tokens is missing or malformed; OSError.
         """
         if not self.plan.model.added_tokens:
             return self
         path = self.workspace.added_tokens
         added = read_added_tokens(path)
         if added is None:
-            # Without their ids the job would silently train none of their rows.
+            # Without the ids of added tokens, the job would silently train none of their rows.
             hint = "start a new job, and let nothing else write to its workspace"
             raise ModelError(f"{path}: is gone, which says what ids the tokens of {FIELD} have", hint)
         return replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
     def learning_sha256(self) -> str:
-        """Digest of what this run learns, independent of the number of ranks."""
+        """Digest of everything that determines what this run learns. It does not depend on the number of ranks."""
         return learning_sha256(self.plan)
 
 
 def read_plan(path: Path, sha256: str) -> RunPlan:
-    """Read the plan in `path`, whose bytes must have the announced digest. Raises PlanMismatchError."""
+    """Read the plan at `path`, whose bytes must have the announced digest. Raises PlanMismatchError."""
     try:
         encoded = path.read_bytes()
     except OSError as error:
@@ -106,7 +104,7 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
 
 
 def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
-    """Add the arguments of every role and every rank."""
+    """Add the arguments that every role and every rank has."""
     arguments.add_argument("--plan", type=Path, required=True)
     arguments.add_argument("--plan-sha256", required=True)
     arguments.add_argument("--claims-root", type=Path, default=Path(CLAIMS_MOUNT))
@@ -114,12 +112,12 @@ def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_until_step(arguments: argparse.ArgumentParser) -> None:
-    """Add the argument of programs that train."""
+    """Add the argument that programs that train have in addition."""
     arguments.add_argument("--until-step", type=int, help="end after this optimizer step, with the state saved and no result")
 
 
 def run_context(arguments: argparse.Namespace) -> RunContext:
-    """The context for the arguments, with the frozen plan that they name. Raises PlanMismatchError."""
+    """Make the context from the arguments, and read the frozen plan that they name. Raises PlanMismatchError."""
     plan = read_plan(arguments.plan, arguments.plan_sha256)
     until = getattr(arguments, "until_step", None)
     return RunContext(plan, arguments.plan_sha256, arguments.claims_root, arguments.attempt, until_step=until)

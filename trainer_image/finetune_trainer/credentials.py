@@ -1,7 +1,7 @@
-"""Credentials, read only from the files that the kubelet mounts.
+"""Reads credentials, in a pod only from the files that the kubelet mounts.
 
-On a user's own machine, where that directory does not exist, they come from the usual places of each service's tools. A value is
-read when it is used and kept no longer than the client that needs it; none shows in a repr.
+On a user's own machine, where that directory does not exist, credentials come from where each service's tools keep them. A value
+is read when it is needed, lives no longer than the client that uses it, and never appears in a repr.
 """
 
 from __future__ import annotations
@@ -16,13 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_job.names import (
-    HUB_TOKEN,
-    REGISTRY_LOGINS,
-    S3_KEYS,
-    SIGNING_KEY,
-    CredentialFile,
-)
+from finetune_job.names import HUB_TOKEN, REGISTRY_LOGINS, S3_KEYS, SIGNING_KEY, CredentialFile
 from finetune_trainer.errors import ConfigError, DestinationRefusedError
 
 if TYPE_CHECKING:
@@ -31,10 +25,10 @@ if TYPE_CHECKING:
 DOCKER_HUB = "docker.io"
 _DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker.io"})
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
-"""Key under which Docker keeps the login of its own registry."""
-_TOKEN_USER = "<token>"  # noqa: S105 - the user name that stands for an identity token
+"""Key under which Docker stores the login of Docker Hub."""
+_TOKEN_USER = "<token>"  # noqa: S105 - the user name that says that the password is an identity token
 _HELPER_SECONDS = 60.0
-"""Longest time for a credential helper, which may ask the user."""
+"""Longest time that a credential helper may take. It may ask the user."""
 _LOGINS_HINT = (
     "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
     "makes it (on your own machine: `docker login`)"
@@ -54,7 +48,7 @@ class Credentials:
     """The credentials of a role."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: where the kubelet mounts credentials; if it does not exist, this is a user's own machine."""
+        """directory: the mount of credentials. If it does not exist, this is a user's own machine."""
         self._directory = directory
 
     @property
@@ -62,14 +56,14 @@ class Credentials:
         return not self._directory.is_dir()
 
     def _value(self, file: CredentialFile) -> str | None:
-        """Value without the newline that editors add; None if there is none."""
+        """Value in a file, without the newline that editors add; None if it is missing or empty."""
         try:
             return (self._directory / file.path).read_text().strip() or None
         except FileNotFoundError:
             return None
 
     def hub_token(self) -> str | None:
-        """Token of the Hub. Locally it is HF_TOKEN, or that of `hf auth login`."""
+        """Token for the Hub. On a user's machine it is HF_TOKEN, or the token of `hf auth login`."""
         if not self._is_local:
             return self._value(HUB_TOKEN)
         from huggingface_hub import get_token
@@ -77,11 +71,10 @@ class Credentials:
         return get_token()
 
     def s3_session(self) -> Session | None:
-        """Return boto3's session, or None if requests are not signed.
+        """Return boto3's session, or None if requests are not to be signed.
 
-        Locally it finds what the tools of AWS find: variables, profiles, single sign-on, the machine's role. In a pod it uses
-        only the Secret, because the role of a node is not the user's. Raises ConfigError if the machine's settings cannot be
-        used.
+        On a user's machine, it has the credentials that AWS tools find: variables, profiles, single sign-on, the machine's role.
+        In a pod, it uses only the Secret, because a node's role is not the user's. Raises ConfigError for wrong settings.
         """
         from boto3.session import Session
         from botocore.exceptions import BotoCoreError
@@ -98,13 +91,13 @@ class Credentials:
         return Session(aws_access_key_id=key_id, aws_secret_access_key=secret, aws_session_token=token)
 
     def signing_key(self) -> str | None:
-        """The signing key in PEM. None: nothing is signed, as on a user's own machine."""
+        """The signing key as PEM; None if nothing is to be signed, which is always so on a user's machine."""
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Return the login of a registry. Locally it is Docker's: from a credential helper or config.json.
+        """Return the login of a registry; None if there is none. On a user's machine, it is Docker's.
 
-        Raises DestinationRefusedError if the file cannot be read, or the helper cannot be started.
+        Raises DestinationRefusedError if the file of logins is malformed or unreadable, or a credential helper cannot be run.
         """
         if self._is_local:
             path = Path(os.environ.get("DOCKER_CONFIG") or Path.home() / ".docker") / "config.json"
@@ -117,7 +110,7 @@ class Credentials:
         try:
             logins = json.loads(content)
             return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             # The exception's text may contain a part of the file.
             raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
         except (OSError, subprocess.TimeoutExpired) as error:
@@ -126,9 +119,9 @@ class Credentials:
 
 
 def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """Ask the program that keeps the login, as Docker does: one for this registry, or one for all. None: there is no login.
+    """Ask a credential helper, as Docker does: that of the registry, or that for all registries. None: there is no login.
 
-    Raises the errors of malformed documents, OSError, TimeoutExpired.
+    Raises ValueError, TypeError, AttributeError, KeyError for malformed documents; OSError, TimeoutExpired.
     """
     name = (logins.get("credHelpers") or {}).get(registry) or logins.get("credsStore")
     if not name:
@@ -145,26 +138,26 @@ def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin 
 
 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """The login of a registry in a dockerconfigjson; None if there is none.
+    """Find the login of a registry in a dockerconfigjson; None if there is none.
 
-    Keys are hosts with their ports, as Docker writes them; older ones are addresses with scheme and path, of which only the host
-    counts. Raises ValueError, TypeError, AttributeError if the document has another form.
+    Docker writes hosts and ports as keys. Older keys are addresses with scheme and path, of which only the host matters. Raises
+    ValueError, TypeError, AttributeError if the document is malformed.
     """
     entries = logins.get("auths") or {}
     wanted = _host(registry)
-    found = next((entry for key, entry in entries.items() if key == registry), None)
-    if found is None:
-        found = next((entry for key, entry in entries.items() if _host(key) == wanted), None)
-    if found is None:
+    entry = next((entry for key, entry in entries.items() if key == registry), None)
+    if entry is None:
+        entry = next((entry for key, entry in entries.items() if _host(key) == wanted), None)
+    if entry is None:
         return None
-    username, password = found.get("username") or "", found.get("password") or ""
-    if found.get("auth"):
+    username, password = entry.get("username") or "", entry.get("password") or ""
+    if entry.get("auth"):
         try:
-            decoded = base64.b64decode(found["auth"], validate=True).decode()
+            decoded = base64.b64decode(entry["auth"], validate=True).decode()
         except binascii.Error as error:
             raise ValueError("auth is not base64") from error
         username, _, password = decoded.rstrip("\0").partition(":")
-    token = found.get("identitytoken") or (password if username == _TOKEN_USER else None)
+    token = entry.get("identitytoken") or (password if username == _TOKEN_USER else None)
     if not token and not (username and password):
         return None
     return RegistryLogin(username, password, token or None)

@@ -1,12 +1,12 @@
-"""Durable writes, after which a name holds either the old content or all of the new; and reads of untrusted files.
+"""Writes files durably, so that a name has either its old content or all of the new; and reads untrusted files.
 
-Whoever can write to a claim can put a link, a pipe or another path there. Three rules apply, depending on whose file it is:
+Anyone who can write to a claim can put links or pipes there. Which of three rules applies depends on whose file it is:
 * files that this product wrote itself are never links (`read_own`, `open_beneath`);
 * links of a model or an adapter may lead only to places below its `link_root` (`links_outside`, `open_within`);
-* everything else is opened without waiting and must be a plain file (`open_regular`).
+* all other files are opened without waiting and must be plain files (`open_regular`).
 
-A check before the open would be no protection, since the name could change in between. So the open itself refuses.
-This module also has the names of licence files.
+Checking a name before opening it would not help, since it could change in between. So opening itself fails. This module also has
+the names of licence files.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
-"""Manifest of a directory of results: its other files with their sizes and SHA-256, and their origin. Written last."""
+"""Name of the manifest of a directory of results, with size and SHA-256 of all other files and their origin. Written last."""
 HASHING_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
-"""Number of threads that hash files. One processor is left for the thread that has them hashed."""
+"""Number of threads that hash files. One processor is left for the calling thread."""
 HASHED_AT_ONCE = 16 << 20
-"""Bytes of a file that a hashing thread holds."""
+"""Number of bytes that a hashing thread reads at a time."""
 TEMPORARY_MARK = ".tmp-"
-"""Part of the name of everything that is not complete yet."""
+"""Part of the names of files and directories that are not complete yet."""
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
 TEMPLATES = "additional_chat_templates"
-"""Directory of further templates, such as one for tools, which transformers reads with the tokenizer."""
+"""Directory of further chat templates, such as one for tools, which transformers reads with the tokenizer."""
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -44,21 +46,19 @@ TOKENIZER_PATTERNS = (
     "chat_template*",
     f"{TEMPLATES}/*",
 )
-"""Files of a model that determine how text becomes tokens."""
+"""Patterns of the names of a model's files that determine how text becomes tokens."""
 CODE_SUFFIX = ".py"
 OTHER_LAYOUT = "consolidated"
-"""Prefix of weights that some repositories hold a second time, in the layout of their author's own software."""
+"""Prefix of files with a second copy of the weights, in the layout of the author's own software, in some repositories."""
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
-"""Bound of a manifest, a journal or a report. The longest are histories: some 300 bytes for each training step."""
+"""Largest size of a manifest, journal or report. The longest are histories, with some 300 bytes for each training step."""
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
-"""Prefixes of the names of a model's licence files, in capitals. They are fetched with it and published with everything made of
-it.
-"""
+"""Prefixes, in capitals, of a model's licence files. These are fetched with it, and published with what is made from it."""
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name in the same directory, marked as temporary."""
+    """Return a new name in the same directory, marked as temporary."""
     return path.with_name(f"{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
 
 
@@ -96,7 +96,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove `path` if it exists: a directory with everything below it, or a file or link, which is not followed.
+    """Remove `path` if it exists: a directory with everything below it, a file, or a link itself.
 
     Raises OSError.
     """
@@ -107,14 +107,33 @@ def remove_tree(path: Path) -> None:
 
 
 def publish_directory(temporary: Path, final: Path) -> None:
-    """Rename a complete directory, whose files are durable, to its final name, which must not exist."""
+    """Rename a complete directory of durable files to its final name, which must not exist."""
     sync_directory(temporary)
     temporary.rename(final)
     sync_directory(final.parent)
 
 
+@contextmanager
+def replacing_directory(final: Path) -> Iterator[Path]:
+    """Yield a temporary directory, which replaces `final` after the block, or is removed if the block raises.
+
+    The block must make its files durable. Leftovers of killed attempts are removed first.
+    """
+    for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary = temporary_beside(final)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        remove_tree(final)
+        publish_directory(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 class SpecialFileError(OSError):
-    """A pipe, a socket, a device or a link in place of a file. Reading it could block, never end, or return another file."""
+    """A pipe, socket, device, directory or link is in a file's place. Reading it could block, never end, or read another file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -123,14 +142,14 @@ class SpecialFileError(OSError):
 
 
 class OutsideError(OSError):
-    """A name or a link leads out of its directory. Nothing was read there."""
+    """A name or a link leads out of its directory. It was not opened."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EXDEV, why, str(path))
 
 
 def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
-    """Open a user's file for reading, without waiting. Raises SpecialFileError, OSError.
+    """Open a user's file for reading, without waiting for a pipe's writer. Raises SpecialFileError, OSError.
 
     follow: whether `path` itself may be a link.
     """
@@ -138,7 +157,7 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
 
 
 def open_beneath(root: Path, name: str) -> BufferedReader:
-    """Open the file `name`, with slashes, below `root`. None of its parts may be a link; `root` itself is trusted.
+    """Open the file `name`, which may contain slashes, below `root`. No part of it may be a link; `root` itself is trusted.
 
     Raises OutsideError, SpecialFileError, OSError.
     """
@@ -160,7 +179,7 @@ def open_beneath(root: Path, name: str) -> BufferedReader:
 
 
 def open_within(path: Path, root: Path) -> BufferedReader:
-    """Open the file to which `path` leads, possibly through links, if that is below `root`. The open itself follows no link.
+    """Open the file to which `path` leads, possibly through links, if it is below `root`. Opening itself then follows no link.
 
     Raises OutsideError, SpecialFileError, OSError.
     """
@@ -168,7 +187,7 @@ def open_within(path: Path, root: Path) -> BufferedReader:
 
 
 def inside(path: Path, root: Path) -> PurePosixPath:
-    """Where `path` leads to, relative to `root`, after following all links of both. Raises OutsideError if it is not below."""
+    """Where `path` leads to, relative to `root`, once all links of both are followed. Raises OutsideError if it is not below."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
     target = PurePosixPath(real)
     if not target.is_relative_to(real_root):
@@ -177,19 +196,19 @@ def inside(path: Path, root: Path) -> PurePosixPath:
 
 
 def append_to_own(path: Path) -> int:
-    """Open or create a file of this product for reading and appending; returns its descriptor. Raises OSError.
+    """Open or create a file of this product for reading and appending, and return its descriptor. Raises OSError.
 
-    A link is not followed, and a pipe is never waited for.
+    Does not follow a link, and does not wait for a pipe.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     return os.open(path, flags, 0o666)
 
 
 def link_root(directory: Path, claim: Path | None = None) -> Path:
-    """Directory below which the links of a model or an adapter may lead: its claim's mount.
+    """Directory below which the links of a model or an adapter must lead: the mount of its claim.
 
-    For a directory on no claim it is the directory itself. For a snapshot in a Hugging Face cache, whose files link to blobs
-    beside the snapshots, it is the model's repository in the cache.
+    For a directory that is on no claim, it is the directory itself. For a snapshot in a Hugging Face cache, whose files link to
+    blobs next to the snapshots, it is the model's repository in the cache.
     """
     real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
     snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
@@ -198,10 +217,10 @@ def link_root(directory: Path, claim: Path | None = None) -> Path:
 
 
 def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
-    """Links that lead out of `root`, the directory itself included. Raises OSError if it cannot be listed.
+    """Yield an error for each link that leads out of `root`, including `directory` itself. Raises OSError if it cannot be listed.
 
-    This is for libraries, which open every file by its path and follow every link. It checks what they open: the directory's
-    entries and those of its directory of templates.
+    This protects libraries, which open every file by its path and follow every link. It checks what they open: the entries of the
+    directory and of its directory of templates.
     """
     for path in (directory, *sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         try:
@@ -211,7 +230,7 @@ def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
 
 
 def copy_within(path: Path, root: Path, target: Path) -> None:
-    """Copy a file as `open_within` opens it, to a name that does not exist or is replaced. Raises as `open_within` does."""
+    """Copy a file, opened by `open_within`, to `target`, which is replaced if it exists. Raises as `open_within` does."""
     with open_within(path, root) as source, target.open("wb") as copy:
         shutil.copyfileobj(source, copy, _COPY_BYTES)
 
@@ -221,7 +240,7 @@ def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
     with open_regular(path, follow=False) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
-        raise OSError(errno.EFBIG, f"is larger than the {most_bytes} bytes that it has at most", str(path))
+        raise OSError(errno.EFBIG, f"is larger than {most_bytes} bytes, the most that such a file can have", str(path))
     return content
 
 
@@ -239,22 +258,22 @@ def _opened(path: Path, name: Path | str, directory: int | None, flags: int) -> 
 
 
 def file_sha256(path: Path) -> str:
-    """Digest of the file's bytes, in hexadecimal. Raises SpecialFileError, OSError."""
+    """SHA-256 of the file's bytes, in hexadecimal. Raises SpecialFileError, OSError."""
     with open_regular(path) as file:
         return _sha256(file)
 
 
 def sha256_beneath(root: Path, name: str) -> str:
-    """Digest of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
+    """SHA-256 of the bytes of a file that this product wrote. Raises as `open_beneath` does."""
     with open_beneath(root, name) as file:
         return _sha256(file)
 
 
 def _sha256(file: BufferedReader) -> str:
-    """Digest in hexadecimal.
+    """SHA-256 of the bytes of an open file, in hexadecimal.
 
-    This is not `hashlib.file_digest`: its blocks take 0.2 ms each, and after each one it waits up to 5 ms for Python's lock if
-    another thread imports.
+    `hashlib.file_digest` would be slow: after each block, in 0.2 ms, it waits up to 5 ms for Python's lock if another thread
+    imports.
     """
     if hasattr(os, "posix_fadvise"):  # lets the disk read further ahead: 2.2 GB in 1.9 s instead of 3.4
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -266,29 +285,29 @@ def _sha256(file: BufferedReader) -> str:
 
 
 class FileDigests:
-    """SHA-256 of files, computed in a few threads that leave the interpreter to the caller."""
+    """Computes SHA-256 of files in a few threads, which leave Python's lock to the caller."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(HASHING_THREADS)
         self._digests: dict[Path, Future[str]] = {}
 
     def begin(self, paths: Iterable[Path]) -> None:
-        """Start hashing files that `of` will be asked for. A new file is read from now on, not later."""
+        """Start hashing complete files, whose digests `of` will return."""
         for path in paths:
             if path not in self._digests:
                 self._digests[path] = self._threads.submit(file_sha256, path)
 
     def of(self, path: Path) -> str:
-        """The digest, computed once for each path. Raises as `file_sha256` does."""
+        """The digest of a file, computed once for each path. Raises as `file_sha256` does."""
         self.begin([path])
         return self._digests[path].result()
 
 
 def tokenizer_files(model: Path) -> list[Path]:
-    """Files of TOKENIZER_PATTERNS in a model's directory."""
+    """The files in a model's directory that match TOKENIZER_PATTERNS."""
     return sorted({path for pattern in TOKENIZER_PATTERNS for path in model.glob(pattern) if path.is_file()})
 
 
 def licence_files(model: Path) -> list[Path]:
-    """Licence files in a model's directory."""
+    """The licence files in a model's directory."""
     return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(LICENCE_NAMES))

@@ -1,4 +1,4 @@
-"""Files of JSON lines that grow during a run: a crash may cut off the last line, a full disk may delay some."""
+"""Appends to and reads files of JSON lines. A crash may cut off the last line; a full disk may delay lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from finetune_trainer.files import append_to_own, open_regular
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 20
-"""Bytes that are read if only the end of a file matters: some thousand lines."""
+"""Number of bytes that are read if only the end of a file matters: some thousand lines."""
 
 
 class JsonLines:
-    """An open file of lines. A full disk does not end a run: unwritten lines are written together with the next one."""
+    """An open file of lines. A full disk does not end a run: unwritten lines are kept, and written with the next line."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError if the file cannot be opened."""
+        """Open or create the file. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._descriptor = append_to_own(path)
@@ -30,7 +30,7 @@ class JsonLines:
         self._has_failed = False
 
     def append(self, values: Mapping[str, Any]) -> None:
-        """Add one line."""
+        """Append one line."""
         self._unwritten += (json.dumps(values, allow_nan=False) + "\n").encode()
         try:
             self._write()
@@ -57,7 +57,7 @@ class JsonLines:
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """The objects in a file of lines. Lines that are no objects, such as one that was cut off, are skipped."""
+    """The objects in the text of a file of lines. Lines that are not objects, such as a line that was cut off, are skipped."""
     objects = []
     for line in text.splitlines():
         try:
@@ -70,7 +70,7 @@ def read_lines(text: str) -> list[dict[str, Any]]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last TAIL_BYTES of a file; none if there is no such file. Raises SpecialFileError, OSError."""
+    """The objects in the last TAIL_BYTES of a file; empty if there is no such file. Raises SpecialFileError, OSError."""
     try:
         file = open_regular(path)
     except FileNotFoundError:
@@ -78,5 +78,5 @@ def last_lines(path: Path) -> list[dict[str, Any]]:
     with file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
-        # In a longer file the first line here is incomplete.
+        # In a longer file, the first line of this part may be incomplete; it is then skipped.
         return read_lines(file.read(TAIL_BYTES).decode(errors="replace"))

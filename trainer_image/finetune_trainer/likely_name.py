@@ -1,4 +1,4 @@
-"""Finds the name in a directory that a user may have meant by a misspelt one."""
+"""Finds the name in a directory that a user may have meant by a misspelt name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import difflib
 from collections.abc import Collection
 
 LIKELY = 0.75
-"""Least share of equal letters."""
+"""Smallest similarity (difflib's ratio) of a proposed name."""
 MOST_NAMES = 1000
-"""Bound of compared names: a directory of data can hold millions."""
+"""Largest number of names that are compared: a directory of data can hold millions."""
 
 
 def likely_address(address: str, names: Collection[str]) -> str | None:
-    """The address with the most similar name in place of its last part, or None if none is similar."""
+    """The address with its last part replaced by the most similar name; None if no name is similar."""
     before, slash, last = address.rstrip("/").rpartition("/")
     if not slash or before.endswith("/"):
-        # The part after the two slashes of an address is no name in a directory.
+        # The part after the two slashes of an address is not the name of a file.
         return None
     similar = difflib.get_close_matches(last, sorted(names)[:MOST_NAMES], n=1, cutoff=LIKELY)
     return f"{before}/{similar[0]}" if similar else None

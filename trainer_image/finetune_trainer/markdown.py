@@ -1,4 +1,4 @@
-"""Users' text in Markdown, shown as it is and never taken for markup."""
+"""Writes users' text in Markdown so that it is shown as it is and never interpreted as markup."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _NOT_PRINTED = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\
 
 
 def one_line(text: str) -> str:
-    """Text without line breaks, control characters and changes of the writing direction."""
+    """The text without line breaks, control characters and changes of the writing direction."""
     return _NOT_PRINTED.sub(" ", text).strip()
 
 
 def code(text: object) -> str:
-    """A code span that holds exactly this text (CommonMark, section 6.1)."""
+    """A code span that shows this text on one line (CommonMark, section 6.1)."""
     plain = one_line(str(text))
     if not plain:
         return "(empty)"
@@ -25,19 +25,19 @@ def code(text: object) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table of GitHub's Markdown; cells are Markdown of one line."""
+    """The lines of a table in GitHub's Markdown. Each cell is one line of Markdown."""
     lines = [_row(header), "|" + " --- |" * len(header)]
     return [*lines, *(_row(row) for row in rows)]
 
 
 def _row(cells: Sequence[str]) -> str:
-    # A pipe ends a cell even in a code span, and only there the backslash before it is removed again.
+    # A pipe ends a cell even in a code span, so it is escaped; renderers of tables then remove the backslash.
     escaped = [cell.replace("|", "\\|") for cell in cells]
     return f"| {' | '.join(escaped)} |"
 
 
 def block(text: str, language: str = "") -> list[str]:
-    """A fenced block that no line of the text can end."""
+    """The lines of a fenced block, with a fence that is longer than any in the text."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", text.rstrip("\n"), fence]

@@ -1,4 +1,4 @@
-"""The end of every role and every rank: a report on the workspace, an envelope for the kubelet, an exit code."""
+"""Ends every role and every rank: with a report on the workspace, an envelope for the kubelet, and an exit code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failure_report(
     *,
     finished_steps: int | None = None,
 ) -> TerminationReport:
-    """The report of an exception. If the exception names no step, the step is the last finished one."""
+    """The report of an exception. Its step is the one that the exception names, or else `finished_steps`."""
     failure, hint = classify(error)
     return TerminationReport(
         role=role,
@@ -43,7 +43,7 @@ def failure_report(
 
 
 def exit_code(report: TerminationReport) -> int:
-    """0 for success, else the code of the failure class."""
+    """Exit code for a report: 0 for success, otherwise the code of the failure class."""
     if report.outcome is Outcome.SUCCEEDED:
         return 0
     return EXIT_CODES.get(report.failure or FailureClass.INTERNAL, EXIT_CODES[FailureClass.INTERNAL])
@@ -60,7 +60,7 @@ def run_role(
 ) -> int:
     """Run `body`, report how it ended, and return the exit code.
 
-    context: asked only afterwards, because a refused plan has none; then only the termination log gets the report.
+    context: called after `body`. It returns None if the plan was refused; then only the termination log gets the report.
     """
     try:
         report = body()
@@ -72,27 +72,23 @@ def run_role(
     known = context()
     if known is not None:
         report = _keep_whole(report, known, role, node_rank)
-    _write_termination_log(termination_log, report)
+    try:
+        termination_log.write_text(report.envelope())
+    except OSError:
+        log.exception("the termination log %s could not be written", termination_log)
     return exit_code(report)
 
 
 def _keep_whole(report: TerminationReport, context: RunContext, role: str, node_rank: int) -> TerminationReport:
-    directory = context.workspace.reports(role, context.attempt)
-    path = directory / f"node-{node_rank}.json"
+    """Write the whole report to the workspace. Returns it with its path, which is empty if writing failed."""
+    path = context.workspace.reports(role, context.attempt) / f"node-{node_rank}.json"
     relative = path.relative_to(context.claims_root / context.plan.workspace.claim)
     report = report.model_copy(update={"report_path": str(relative)})
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, report.model_dump_json(indent=2).encode())
     except OSError:
-        # A full or missing claim must not hide the reason for the end of the role.
+        # A full or missing claim must not hide the reason why the role ended.
         log.exception("the report could not be kept at %s", path)
         return report.model_copy(update={"report_path": ""})
     return report
-
-
-def _write_termination_log(path: Path, report: TerminationReport) -> None:
-    try:
-        path.write_text(report.envelope())
-    except OSError:
-        log.exception("the termination log %s could not be written", path)

@@ -160,11 +160,10 @@ It has no right to Secrets, which pods name and the operator never reads, and no
 - apiGroups: [""]
   resources: [configmaps, services]
   verbs: [get, list, watch, create, delete]
-# Pods are deleted only if a Job left them behind, or by force if a profile allows that for lost nodes. Only the label is patched
-# that lets a gang of one pod run its next attempt in that pod.
+# Pods are deleted only if a Job left them behind, or by force if a profile allows that for lost nodes.
 - apiGroups: [""]
   resources: [pods]
-  verbs: [get, list, watch, delete, patch]
+  verbs: [get, list, watch, delete]
 # The reason for which Kueue holds a Job back. Without Kueue there are no such objects.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
@@ -192,5 +191,5 @@ It has no right to Secrets, which pods name and the operator never reads, and no
   verbs: [get, create, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [get, watch, create, patch]
+  verbs: [get, list, watch, create, patch]
 {{- end -}}

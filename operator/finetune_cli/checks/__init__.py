@@ -1,1 +1,1 @@
-"""Judgements without a cluster: manifests, their fixes, and the memory of a rank; plain data in and out."""
+"""Judges manifests, their fixes, memory and time, and facts about a cluster, without a request to a cluster."""

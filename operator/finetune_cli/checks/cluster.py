@@ -12,13 +12,13 @@ from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION
 
 MINIMUM_VERSION = (1, 34)
-"""Kubernetes' major and minor version, as the chart demands it."""
+"""Lowest major and minor version of Kubernetes that the chart accepts."""
 _DEFINITIONS = ("finetunejobs", "finetuneprofiles")
 
 
 @dataclass(frozen=True)
 class UnknownFact:
-    """Something that could not be found out."""
+    """A fact that could not be read."""
 
     reason: str
 
@@ -42,22 +42,18 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """Ports of another pod, and DNS, that one pod could reach before two NetworkPolicies and under them."""
+    """Connections that a pod could make to another under two NetworkPolicies."""
 
-    reached_before: bool
-    """Whether every port of the other pod was reached without a policy."""
-    resolved_before: bool
-    """Whether a name of the cluster was resolved without a policy."""
-    ingress_denied: bool = False
-    """A port that the policy of the other pod does not let in."""
-    egress_denied: bool = False
-    """A port that the policy of the asking pod does not let out."""
-    allowed_reached: bool = False
-    """A port that both policies allow."""
-    node_denied: bool = False
-    """The kubelet of the asking pod's own node, which no policy allows."""
-    resolved: bool = False
-    """A name, from the DNS servers that the profile names."""
+    ingress_denied: bool
+    """Whether the port that the other pod's policy does not let in was not reached."""
+    egress_denied: bool
+    """Whether the port that the asking pod's policy does not let out was not reached."""
+    allowed_reached: bool
+    """Whether the port that both policies allow was reached."""
+    node_denied: bool
+    """Whether the kubelet of the asking pod's own node, which no policy allows, was not reached."""
+    resolved: bool
+    """Whether a name of the cluster was resolved: the policies allow the profile's DNS servers."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class ClusterFacts:
     server_version: str | UnknownFact
     """Version of the API server, as in v1.36.3."""
     served: Sequence[str] | UnknownFact
-    """Plural names that the API server serves in the version of these programs; empty if it does not know the group."""
+    """Plural names that the API server serves in this program's API version; empty if it does not serve that version."""
     operators: Sequence[OperatorDeployment] | UnknownFact
     profile: FineTuneProfileSpec | UnknownFact | None
     """The profile; None if there is none of that name."""
@@ -123,44 +119,49 @@ class Check:
 
 
 def judge(facts: ClusterFacts) -> list[Check]:
-    """Judge every precondition, in the order in which they are best repaired."""
+    """Judge every precondition, in the order in which to repair them."""
     return [
         _version(facts.server_version),
         _definitions(facts.served),
         _operator(facts.operators),
         _profile(facts.profile_name, facts.namespace, facts.profile, facts.namespace_labels),
-        _permission(facts.namespace, facts.may_create_jobs),
+        _judged(
+            CheckId.PERMISSION,
+            facts.may_create_jobs,
+            f"you may create FineTuneJobs in {facts.namespace}",
+            f"you may not create FineTuneJobs in {facts.namespace}",
+            "ask for the ClusterRole edit in the namespace, or for a Role with `create` on finetunejobs",
+        ),
         _storage(facts.profile, facts.storage_classes),
         *_network(facts.network),
     ]
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
-    """DONE if all passed, REFUSED if one failed, FAILED if one could not be done."""
+    """Return REFUSED if a check failed, else FAILED if the outcome of one is unknown, else DONE."""
     outcomes = {check.outcome for check in checks}
     if CheckOutcome.FAILED in outcomes:
         return ExitCode.REFUSED
     return ExitCode.FAILED if CheckOutcome.UNKNOWN in outcomes else ExitCode.DONE
 
 
-def _unknown(name: CheckId, fact: UnknownFact, fix: str = "") -> Check:
-    return Check(name, CheckOutcome.UNKNOWN, fact.reason, fix)
-
-
-def _judged(name: CheckId, passed: bool, right: str, wrong: str, fix: str) -> Check:
+def _judged(name: CheckId, passed: bool | UnknownFact, right: str, wrong: str, fix: str, *, fix_unknown: str = "") -> Check:
+    """Make a check from a fact. fix_unknown: what to do if the fact could not be read."""
+    if isinstance(passed, UnknownFact):
+        return Check(name, CheckOutcome.UNKNOWN, passed.reason, fix_unknown)
     return Check(name, CheckOutcome.PASSED, right) if passed else Check(name, CheckOutcome.FAILED, wrong, fix)
 
 
 def _version(version: str | UnknownFact) -> Check:
-    name = CheckId.KUBERNETES_VERSION
     if isinstance(version, UnknownFact):
-        return _unknown(name, version)
+        return Check(CheckId.KUBERNETES_VERSION, CheckOutcome.UNKNOWN, version.reason)
     parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:
-        return _unknown(name, UnknownFact(f"the API server calls its version {version[:64]!r}"))
+        reason = f"the API server calls its version {version[:64]!r}"
+        return Check(CheckId.KUBERNETES_VERSION, CheckOutcome.UNKNOWN, reason)
     least = ".".join(map(str, MINIMUM_VERSION))
     return _judged(
-        name,
+        CheckId.KUBERNETES_VERSION,
         (int(parts[1]), int(parts[2])) >= MINIMUM_VERSION,
         f"the API server is {parts[0]}",
         f"the API server is {parts[0]}, which is older than {least}",
@@ -168,14 +169,11 @@ def _version(version: str | UnknownFact) -> Check:
     )
 
 
-def _definitions(definitions: Sequence[str] | UnknownFact) -> Check:
-    name = CheckId.DEFINITIONS
-    if isinstance(definitions, UnknownFact):
-        return _unknown(name, definitions)
-    missing = [one for one in _DEFINITIONS if one not in definitions]
+def _definitions(served: Sequence[str] | UnknownFact) -> Check:
+    missing = [] if isinstance(served, UnknownFact) else [name for name in _DEFINITIONS if name not in served]
     return _judged(
-        name,
-        not missing,
+        CheckId.DEFINITIONS,
+        served if isinstance(served, UnknownFact) else not missing,
         f"{API_VERSION} is served",
         f"the API server does not serve {', '.join(missing)} of {API_VERSION}",
         "install or upgrade the chart",
@@ -183,111 +181,76 @@ def _definitions(definitions: Sequence[str] | UnknownFact) -> Check:
 
 
 def _operator(deployments: Sequence[OperatorDeployment] | UnknownFact) -> Check:
-    name = CheckId.OPERATOR
-    if isinstance(deployments, UnknownFact):
-        return _unknown(name, deployments, "ask somebody who may list Deployments of all namespaces")
-    names = ", ".join(f"{one.namespace}/{one.name}" for one in deployments)
+    known = [] if isinstance(deployments, UnknownFact) else deployments
+    names = ", ".join(f"{each.namespace}/{each.name}" for each in known)
     return _judged(
-        name,
-        any(one.ready_replicas > 0 for one in deployments),
+        CheckId.OPERATOR,
+        deployments if isinstance(deployments, UnknownFact) else any(each.ready_replicas > 0 for each in known),
         f"the operator is ready: {names}",
         f"no pod of the operator is ready: {names}" if names else "there is no Deployment of the operator",
         "see `kubectl describe` and the logs of its pods" if names else "install the chart",
+        fix_unknown="ask somebody who may list Deployments of all namespaces",
     )
 
 
 def _profile(
-    profile: str,
-    namespace: str,
-    found: FineTuneProfileSpec | UnknownFact | None,
-    labels: Mapping[str, str] | UnknownFact | None,
+    name: str, namespace: str, profile: FineTuneProfileSpec | UnknownFact | None, labels: Mapping[str, str] | UnknownFact | None
 ) -> Check:
-    name = CheckId.PROFILE
-    if isinstance(found, UnknownFact):
-        return _unknown(name, found, "ask for a role with `get` on the FineTuneProfile: the chart makes one for each profile")
-    if found is None:
-        return Check(
-            name,
-            CheckOutcome.FAILED,
-            f"there is no FineTuneProfile {profile}",
-            f"add profiles.{profile} to the values of the chart, or name another profile with --profile",
-        )
-    if found.namespace_selector is not None and found.allows_namespace(namespace):
-        if isinstance(labels, UnknownFact):
-            return _unknown(
-                name, labels, f"ask somebody who may `get` the Namespace {namespace}: the profile asks for its labels"
-            )
+    allowed, instead = f"jobs in {namespace} may use the FineTuneProfile {name}", "or name another profile with --profile"
+    if not isinstance(profile, FineTuneProfileSpec):
         return _judged(
-            name,
-            found.namespace_selector.selects(labels or {}),
-            f"jobs in {namespace} may use the FineTuneProfile {profile}, by the labels of the namespace",
-            f"the FineTuneProfile {profile} does not allow jobs in {namespace}: its labels are not those of namespaceSelector",
-            f"ask the platform team to label {namespace}, or name another profile with --profile",
+            CheckId.PROFILE,
+            profile or False,
+            "",
+            f"there is no FineTuneProfile {name}",
+            f"add profiles.{name} to the values of the chart, {instead}",
+            fix_unknown="ask for a role with `get` on the FineTuneProfile: the chart makes one for each profile",
         )
+    refused = f"the FineTuneProfile {name} does not allow jobs in {namespace}"
+    if profile.namespace_selector is None or not profile.allows_namespace(namespace):
+        fix = f"add {namespace} to its allowedNamespaces, {instead}"
+        return _judged(CheckId.PROFILE, profile.allows_namespace(namespace), allowed, refused, fix)
     return _judged(
-        name,
-        found.allows_namespace(namespace),
-        f"jobs in {namespace} may use the FineTuneProfile {profile}",
-        f"the FineTuneProfile {profile} does not allow jobs in {namespace}",
-        f"add {namespace} to its allowedNamespaces, or name another profile with --profile",
-    )
-
-
-def _permission(namespace: str, fact: bool | UnknownFact) -> Check:
-    name = CheckId.PERMISSION
-    if isinstance(fact, UnknownFact):
-        return _unknown(name, fact)
-    return _judged(
-        name,
-        fact,
-        f"you may create FineTuneJobs in {namespace}",
-        f"you may not create FineTuneJobs in {namespace}",
-        "ask for the ClusterRole edit in the namespace, or for a Role with `create` on finetunejobs",
+        CheckId.PROFILE,
+        labels if isinstance(labels, UnknownFact) else profile.namespace_selector.selects(labels or {}),
+        f"{allowed}, by the labels of the namespace",
+        f"{refused}: its labels are not those of namespaceSelector",
+        f"ask the platform team to label {namespace}, {instead}",
+        fix_unknown=f"ask somebody who may `get` the Namespace {namespace}: the profile asks for its labels",
     )
 
 
 def _storage(profile: FineTuneProfileSpec | UnknownFact | None, classes: Sequence[StorageClass] | UnknownFact) -> Check:
-    name = CheckId.STORAGE_CLASS
-    if isinstance(classes, UnknownFact):
-        return _unknown(name, classes)
+    known = [] if isinstance(classes, UnknownFact) else classes
     wanted = profile.storage_class_name if isinstance(profile, FineTuneProfileSpec) else None
     if wanted is not None:
         return _judged(
-            name,
-            any(one.name == wanted for one in classes),
+            CheckId.STORAGE_CLASS,
+            classes if isinstance(classes, UnknownFact) else any(each.name == wanted for each in known),
             f"the storage class {wanted} of the profile exists",
             f"the profile names the storage class {wanted}, which does not exist",
             "create it, or correct storageClassName of the profile",
         )
-    default = next((one.name for one in classes if one.is_default), None)
+    default = next((each.name for each in known if each.is_default), None)
     return _judged(
-        name,
-        default is not None,
+        CheckId.STORAGE_CLASS,
+        classes if isinstance(classes, UnknownFact) else default is not None,
         f"workspace claims get the default storage class {default}",
-        "the cluster has no default storage class, and the profile names none: workspace claims made from a template stay "
-        "pending",
+        "the cluster has no default storage class, and the profile names none: workspace claims of templates stay pending",
         "set storageClassName of the profile, or mark a storage class as the default",
     )
 
 
 def _network(probe: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
-    name = CheckId.NETWORK_POLICIES
     if probe is None:
         return
     if isinstance(probe, UnknownFact):
-        yield _unknown(name, probe)
+        yield Check(CheckId.NETWORK_POLICIES, CheckOutcome.UNKNOWN, probe.reason)
         return
-    if not probe.reached_before:
+    sides = [side for side, denied in (("to", probe.ingress_denied), ("from", probe.egress_denied)) if not denied]
+    if sides:
         yield Check(
-            name,
-            CheckOutcome.UNKNOWN,
-            "pods of the namespace do not reach each other even without the probe's policies",
-            "look for NetworkPolicies of the namespace or of the cluster that select all pods: ranks could not reach each other",
-        )
-    elif not (probe.ingress_denied and probe.egress_denied):
-        sides = [side for side, denied in (("to", probe.ingress_denied), ("from", probe.egress_denied)) if not denied]
-        yield Check(
-            name,
+            CheckId.NETWORK_POLICIES,
             CheckOutcome.FAILED,
             f"the cluster's network does not enforce NetworkPolicies: denied connections {' and '.join(sides)} a pod are made, "
             "so runs are open to all pods",
@@ -295,7 +258,7 @@ def _network(probe: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
         )
     else:
         yield _judged(
-            name,
+            CheckId.NETWORK_POLICIES,
             probe.allowed_reached,
             "the cluster's network enforces NetworkPolicies in both directions",
             "the cluster's network denies a connection that NetworkPolicies allow: ranks could not reach each other",
@@ -308,22 +271,10 @@ def _network(probe: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
             "a pod reaches the kubelet of the node it runs on, although its policy does not allow it",
             "let the network plugin apply policies to connections from pods to their own node",
         )
-    yield _dns(probe)
-
-
-def _dns(probe: NetworkProbe) -> Check:
-    name = CheckId.DNS
-    if not probe.resolved_before:
-        return Check(
-            name,
-            CheckOutcome.FAILED,
-            "a pod of the namespace cannot resolve a name of the cluster, even without the probe's policies",
-            "repair the cluster's DNS: ranks find each other by name",
-        )
-    return _judged(
-        name,
+    yield _judged(
+        CheckId.DNS,
         probe.resolved,
         "pods resolve names under the policies of a run",
         "under the policies of a run, pods cannot resolve names: ranks would not find each other",
-        "name the cluster's DNS servers in network.dns of the profile",
+        "name the cluster's DNS servers in network.dns of the profile; if no pod resolves names, repair the cluster's DNS",
     )

@@ -1,13 +1,12 @@
-"""`finetune estimate`: a job and its model's configuration in, the memory of a rank and the time of a step out."""
+"""`finetune estimate`: computes the memory of a rank and the time of a step from a job and its model's configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from finetune_cli.checks.calibration import OPTION, MeasuredDevice
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
-from finetune_cli.exit_codes import ExitCode
+from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.api.base import ClaimPath, parse_source
 from finetune_job.api.pod_settings import quantity_bytes
 from finetune_job.device import device_text, product_of
@@ -15,7 +14,7 @@ from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import PRECISION_FIELD, RunPlan
 from finetune_memory.describe import model_shape, read_model
-from finetune_memory.devices import ASSUMED, Calibration, device_of
+from finetune_memory.devices import device_of, known_devices
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import UnknownModelError
 from finetune_memory.pace import StepTime, UnknownPaceError, calculated_pace, run_steps
@@ -23,19 +22,7 @@ from finetune_memory.verdict import MemoryVerdict, judge_memory, limit_of
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 SMALLEST_DEVICE = 2**20
-"""Bytes; of less, the unit has been forgotten."""
-
-
-class EstimateError(Exception):
-    """Nothing can be estimated; the text says what is missing."""
-
-    exit_code = ExitCode.UNUSABLE
-
-
-class RefusedError(EstimateError):
-    """A rule speaks against the job."""
-
-    exit_code = ExitCode.REFUSED
+"""Bytes. A smaller number is taken to lack its unit."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +35,15 @@ class JobEstimate:
     place: str
     """Ranks and their devices, in words."""
     precision: str
-    """Element type of matrix products, and why it is that one."""
+    """Element type of matrix products, and the reason for it."""
     pace: StepTime | None
     """Time of an optimizer step."""
     pace_problem: str
-    """Why it is not known."""
+    """Why the pace is not known; empty if it is."""
     run_seconds: float | None
-    """Seconds of all steps; None if their number is not known."""
+    """Seconds of all steps; None if their pace or number is not known."""
     price_per_hour: float | None
-    """Price of one device."""
+    """Price of one device for an hour."""
 
     @property
     def device_hours(self) -> float | None:
@@ -72,51 +59,49 @@ class JobEstimate:
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """Options besides the manifest; None: what profile and plan say."""
+    """Options besides the manifest; None: the value comes from the profile or the plan."""
 
     model: Path | None = None
-    """Directory of the base model, or its config.json; None: what `claims` holds under the job's source."""
+    """Directory of the base model, or its config.json; None: the job's source, below the directory of claims."""
     gpu_memory: str | None = None
     gpu: str | None = None
     """Name of a device."""
     tokens: int | None = None
     """Tokens of one pass over the data."""
-    measured: MeasuredDevice | None = None
-    """Which parts of its peaks the device reaches; None: what is assumed of all."""
 
 
 def estimate(manifest: str, *, profile: str | None, claims: Path, options: EstimateOptions) -> list[JobEstimate]:
-    """Memory and time of every job of a manifest. Raises EstimateError."""
+    """Estimate memory and time of every job of a manifest. Raises LocalError."""
     report = validate(manifest, profile)
     jobs = [verdict for verdict in report.verdicts if verdict.job is not None]
     for verdict in report.verdicts:
         if verdict.outcome in (DocumentOutcome.REFUSED, DocumentOutcome.UNUSABLE):
             first = next(finding for finding in verdict.findings if finding.severity == "error")
-            kind = RefusedError if verdict.outcome is DocumentOutcome.REFUSED else EstimateError
-            raise kind(f"{verdict.name or 'the manifest'}: {first.field}: {first.message}\n  fix: {first.fix}")
+            raise LocalError(
+                f"{verdict.name or 'the manifest'}: {first.field}: {first.message}\n  fix: {first.fix}",
+                ExitCode.REFUSED if verdict.outcome is DocumentOutcome.REFUSED else ExitCode.UNUSABLE,
+            )
     if not jobs:
-        raise EstimateError("the manifest holds no FineTuneJob")
+        raise LocalError("the manifest holds no FineTuneJob")
     return [_estimate_job(verdict, options, claims) for verdict in jobs]
 
 
 def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Path) -> JobEstimate:
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
-        raise EstimateError(f"{verdict.name}: has no plan")
-    if plan.placement is None and options.gpu is None and options.measured is not None:
-        options = replace(options, gpu=options.measured.name)
+        raise LocalError(f"{verdict.name}: has no plan")
     if plan.placement is None and (options.gpu, options.gpu_memory) != (None, None):
-        # Without a profile it is the command that says on what the job trains.
+        # Without a profile, the options say which device the job trains on.
         plan = resolve(plan.job, job.spec, None, has_gpu=True)
+    files_at = options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims)
+    limit = _limit(plan, options)
     try:
-        files = read_model(options.model if options.model is not None else _model_on_claim(job.spec.model.source, claims))
-        limit = _limit(plan, options)
+        files = read_model(files_at)
         shape = model_shape(plan, files)
         memory = judge_memory(plan, shape, files.stored, limit)
         pace, problem = None, ""
         try:
-            product, calibration = _device(plan, options)
-            pace = calculated_pace(memory.plan, shape, files.stored, product, calibration)
+            pace = calculated_pace(memory.plan, shape, files.stored, options.gpu or product_of(plan))
         except UnknownPaceError as error:
             problem = str(error)
         steps = run_steps(memory.plan, options.tokens)
@@ -132,30 +117,31 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
             price_per_hour=None if verdict.price_per_hour is None else float(verdict.price_per_hour),
         )
     except (UnknownModelError, ValueError) as error:
-        raise EstimateError(f"{verdict.name}: {error}") from error
-
-
-def _device(plan: RunPlan, options: EstimateOptions) -> tuple[str | None, Calibration]:
-    """Name of the device, and which parts of its peaks training reaches. Raises EstimateError."""
-    named, measured = options.gpu or product_of(plan), options.measured
-    if measured is None:
-        return named, ASSUMED
-    if named is not None and not measured.is_like(named):
-        raise EstimateError(f"{OPTION}: was measured on {measured.name}, and the job trains on {named}; measure it there")
-    return named or measured.name, measured.calibration
+        raise LocalError(f"{verdict.name}: {error}") from error
 
 
 def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
-    """Memory of a device: the option, else the profile, else the memory of a device that is known by its name."""
+    """Return the memory of a device from --gpu-memory, --gpu, the profile or the device's name: the first that gives one."""
     if options.gpu_memory is not None:
-        return MemoryLimit(_device_bytes(options.gpu_memory), is_device=True, source=GPU_MEMORY_OPTION)
+        try:
+            size = quantity_bytes(options.gpu_memory)
+        except ValueError as error:
+            raise LocalError(f"{GPU_MEMORY_OPTION}: {error}") from error
+        if size < SMALLEST_DEVICE:
+            given = f"{options.gpu_memory} is {format_bytes(size)}"
+            raise LocalError(f"{GPU_MEMORY_OPTION}: {given}, and no device is that small; write it as in 80Gi")
+        return MemoryLimit(size, is_device=True, source=GPU_MEMORY_OPTION)
+    if options.gpu is not None and device_of(options.gpu) is None:
+        raise LocalError(
+            f"--gpu {options.gpu}: no such device is known; give {GPU_MEMORY_OPTION}, or one of {', '.join(known_devices())}"
+        )
     limit, name = limit_of(plan), options.gpu or product_of(plan)
     device = device_of(name) if name is not None and (limit is None or options.gpu is not None) else None
     return limit if device is None else MemoryLimit(device.capacity, is_device=True, source=f"of one {name}")
 
 
 def _precision(plan: RunPlan, stored: str) -> str:
-    """stored: element type of the base model's files."""
+    """Name the element type of matrix products, and the reason for it. stored: element type of the base model's files."""
     elements = resolve_elements(plan, stored)
     why = "as the base model is stored"
     if any(choice.field == PRECISION_FIELD for choice in plan.choices):
@@ -167,27 +153,12 @@ def _precision(plan: RunPlan, stored: str) -> str:
     return f"{elements.computed} ({why})" + (", never rounded to TF32" if elements.computed == "float32" else "")
 
 
-def _device_bytes(written: str) -> int:
-    try:
-        size = quantity_bytes(written)
-    except ValueError as error:
-        raise EstimateError(f"{GPU_MEMORY_OPTION}: {error}") from error
-    if size < SMALLEST_DEVICE:
-        raise EstimateError(
-            f"{GPU_MEMORY_OPTION}: {written} is {format_bytes(size)}, and no device is as small; write it as in 80Gi"
-        )
-    return size
-
-
 def _model_on_claim(source: str, claims: Path) -> Path:
     place = parse_source(source)
-    if not isinstance(place, ClaimPath):
-        raise EstimateError(
-            f"spec.model.source: {source} is not on this machine; give --model the directory of the model or its config.json"
-        )
-    directory = claims / place.claim / place.path
-    if not directory.exists():
-        raise EstimateError(
-            f"spec.model.source: {source} is not at {directory}; give --model the directory of the model or its config.json"
+    directory = claims / place.claim / place.path if isinstance(place, ClaimPath) else None
+    if directory is None or not directory.exists():
+        where = "on this machine" if directory is None else f"at {directory}"
+        raise LocalError(
+            f"spec.model.source: {source} is not {where}; give --model the directory of the model or its config.json"
         )
     return directory

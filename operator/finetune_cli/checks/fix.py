@@ -1,9 +1,10 @@
-"""`finetune validate --fix`: manifests with the fixes of all findings made, until no finding has one that a program can make."""
+"""`finetune validate --fix`: applies the safe fixes of all findings to manifests, until no finding has one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,9 @@ from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.rule import with_changes
 
 Records = Callable[[FineTuneJob], Sequence[Finding]]
-"""Returns the findings of the first records of a job that the rules accept."""
+"""Returns the findings on a job's first records; called only for a job that the rules accept."""
 MAX_FIXES = 200
-"""Most fixes of a document: each clears its finding for good, and there are fewer rules."""
+"""Maximum number of fixes of a document. It is never reached: there are fewer rules, and each fix clears its finding for good."""
 
 
 @dataclass
@@ -30,22 +31,26 @@ class FixedFile:
     name: str
     text: str
     made: list[tuple[str, Finding]] = field(default_factory=list)
-    """Name of a job and the finding whose changes were made in it, in the order in which they were made."""
+    """Pairs of a job's name and a finding whose changes were applied to that job, in the order in which they were applied."""
 
 
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None, records: Records | None = None) -> list[FixedFile]:
-    """Make the changes of every finding in every FineTuneJob of the files, by name and text; not those that a person has to
-    weigh, and none that names an example in place of a value that only the author knows. records: unset, they are not looked at.
+    """Apply the safe changes of all findings to every FineTuneJob in the files, given as pairs of name and text.
 
-    What is not a job stays as it is.
+    Changes that a person has to weigh, and examples of values that only the author knows, are not safe. Other objects stay
+    unchanged. records: None: the first records are not checked.
     """
     fixed = [FixedFile(name, text) for name, text in files]
-    documents = [_documents(file) for file in fixed]
+    documents: list[list[Document]] = []
+    for file in fixed:
+        documents.append([])
+        with suppress(DocumentError):
+            documents[-1] = read_documents(file.text, file.name)
     profiles = known_profiles([each for group in documents for each in group], profile)
     for file, group in zip(fixed, documents, strict=True):
         for document in group:
             content = _fixed(document.content, profiles, records, file.made)
-            # Compared as text: 1000.0 is no whole number, and true is not 1.
+            # Compared as text, because 1000.0 == 1000 and True == 1 in Python.
             if json.dumps(content) != json.dumps(document.content):
                 file.text = edit_document(file.text, document.number, content)
     return fixed
@@ -54,13 +59,6 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None, records: R
 def _is_for_programs(finding: Finding) -> bool:
     rule = rule_by_id(finding.rule)
     return bool(finding.changes) and not finding.is_proposal and not (rule is not None and rule.needs_human)
-
-
-def _documents(file: FixedFile) -> list[Document]:
-    try:
-        return read_documents(file.text, file.name)
-    except DocumentError:
-        return []
 
 
 def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list[tuple[str, Finding]]) -> Any:
@@ -77,7 +75,7 @@ def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list
     for _ in range(MAX_FIXES):
         text = json.dumps(content, sort_keys=True)
         if text in before:
-            # Of two kinds of records in one file, each may have a fix that makes the other wrong: what was undone is not told.
+            # If a file has two kinds of records, the fix for one may break the other. Fixes that were undone are not listed.
             del made[first + before.index(text) :]
             break
         finding = next(filter(_is_for_programs, _findings(content, profiles, records)), None)
@@ -97,6 +95,6 @@ def _findings(content: Any, profiles: Profiles, records: Records | None) -> Iter
         return
     outcome, findings = judge(job, profiles.of(job))
     yield from findings
-    # Reading them takes long, so it is done only if the rules leave nothing to fix.
+    # Reading records is slow, so it is done only once the rules accept the job.
     if records is not None and outcome is DocumentOutcome.ACCEPTED:
         yield from records(job)

@@ -1,4 +1,4 @@
-"""`finetune validate`: the text of a manifest in, a verdict for each of its documents out."""
+"""`finetune validate`: reads the text of a manifest, and gives a verdict on each of its documents."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class DocumentOutcome(StrEnum):
     """Verdict on one document."""
 
     ACCEPTED = "accepted"
-    """No rule speaks against it."""
+    """No rule refuses it."""
     REFUSED = "refused"
-    """A rule speaks against it."""
+    """A rule refuses it."""
     UNUSABLE = "unusable"
     """It is not a FineTuneJob."""
     SKIPPED = "skipped"
@@ -46,11 +46,11 @@ class DocumentVerdict:
     outcome: DocumentOutcome
     findings: tuple[Finding, ...] = ()
     job: FineTuneJob | None = None
-    """The parsed job, if it is one."""
+    """The parsed job; None if the document is not a job."""
     plan: RunPlan | None = None
     """Plan of an accepted job."""
     price_per_hour: str | None = None
-    """Price of one device for an hour, as the profile says."""
+    """Price of one device for an hour, from the profile."""
     file: str = ""
 
     @property
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """The worst of the documents."""
+        """The exit code of the worst verdict."""
         outcomes = {verdict.outcome for verdict in self.verdicts}
         if DocumentOutcome.UNUSABLE in outcomes:
             return ExitCode.UNUSABLE
@@ -80,17 +80,17 @@ class Report:
 
 
 def validate(manifest: str, profile: str | None = None) -> Report:
-    """Judge every FineTuneJob of `manifest` with the profile in `profile`, or with the one in the manifest that it names."""
+    """Judge every FineTuneJob of a manifest with the given profile or, without one, with the profile in it that the job names."""
     return validate_files([("", manifest)], profile)
 
 
 def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None) -> Report:
-    """Judge every FineTuneJob of several files, given by name and text; a profile in one of them counts for the jobs of all."""
+    """Judge every FineTuneJob in files, given as pairs of name and text. A profile in one file applies to the jobs in all."""
     documents: list[Document] = []
     verdicts: list[DocumentVerdict] = []
     for name, text in files:
         try:
-            documents += [each for document in read_documents(text, name) for each in objects_of(document)]
+            documents += [item for document in read_documents(text, name) for item in objects_of(document)]
         except DocumentError as error:
             verdicts.append(_unusable(Document(0, None, name), (error.finding,)))
     profiles = Profiles()
@@ -117,11 +117,11 @@ def judge(job: FineTuneJob, profile: FineTuneProfileSpec | None) -> tuple[Docume
 
 
 def known_profiles(documents: Sequence[Document], profile: str | None) -> Profiles:
-    """The profiles of a file, or the one given; those that do not parse are left out."""
+    """Return the profiles among the documents, or only the given one; profiles that do not parse are left out."""
     profiles = Profiles()
     for document in documents:
-        for each in objects_of(document):
-            profiles.add(each)
+        for item in objects_of(document):
+            profiles.add(item)
     if profile is not None:
         profiles.take_only(profile)
     return profiles
@@ -135,7 +135,7 @@ class Profiles:
         self._only: FineTuneProfileSpec | None = None
 
     def add(self, document: Document) -> DocumentVerdict | None:
-        """Take a profile; None for a document that is none."""
+        """Add a profile, and return the verdict on it; None if the document is not a profile."""
         if _kind(document.content) != PROFILE_KIND:
             return None
         parsed = parse_profile(document.content)
@@ -145,12 +145,12 @@ class Profiles:
         return DocumentVerdict(document.number, PROFILE_KIND, parsed.metadata.name, DocumentOutcome.ACCEPTED, file=document.file)
 
     def take_only(self, text: str) -> list[DocumentVerdict]:
-        """Judge every job with the profile in `text`; what is wrong with it."""
+        """Use the profile in `text` for every job. Return the verdicts on what is wrong with it."""
         try:
-            documents = [each for document in read_documents(text) for each in objects_of(document)]
+            documents = [item for document in read_documents(text) for item in objects_of(document)]
         except DocumentError as error:
             return [_unusable(Document(0, {"kind": PROFILE_KIND}), (error.finding,))]
-        # The file may hold other objects, as in what a chart renders.
+        # The file may hold other objects, such as those that a chart renders; they are left out.
         named = [document for document in documents if _kind(document.content) == PROFILE_KIND] or documents
         if len(named) > 1:
             names = ", ".join(_name(document.content) or "unnamed" for document in named)
@@ -165,7 +165,7 @@ class Profiles:
         return []
 
     def of(self, job: FineTuneJob) -> FineTuneProfileSpec | None:
-        """The profile of a job, where it is known."""
+        """Return the profile of a job, or None if it is not known."""
         return self._only or self._specs.get(job.spec.profile or DEFAULT_PROFILE)
 
 
@@ -188,7 +188,7 @@ def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
 
 
 def _other(document: Document, beside_a_job: bool) -> DocumentVerdict:
-    """A document that is neither a job nor a profile."""
+    """Judge a document that is neither a job nor a profile."""
     content = document.content
     is_object = isinstance(content, dict) and bool(content.get("apiVersion")) and bool(content.get("kind"))
     if beside_a_job and is_object and not str(content["apiVersion"]).startswith(f"{GROUP}/"):

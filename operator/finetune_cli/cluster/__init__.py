@@ -1,1 +1,1 @@
-"""Requests of commands to a cluster, with the rights of the person at the keyboard."""
+"""Requests that commands send to a cluster, with the user's own permissions."""

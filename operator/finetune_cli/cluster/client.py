@@ -1,37 +1,33 @@
-"""Requests to the cluster of the current context, with plain documents in and out; none waits without a limit."""
+"""Sends requests to the cluster of a context, with plain documents in and out. Only a followed log may wait without a limit."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
+from kubernetes.client import ApiClient
+from kubernetes.config import list_kube_config_contexts, new_client_from_config
+from kubernetes.config.config_exception import ConfigException
 
-from finetune_cli.cluster import client_parts
 from finetune_cli.exit_codes import LocalError
-
-client_parts.defer()
-
-from kubernetes.client import ApiClient  # noqa: E402 - its package would import all of its parts
-from kubernetes.config import list_kube_config_contexts, new_client_from_config  # noqa: E402
-from kubernetes.config.config_exception import ConfigException  # noqa: E402
 
 _CONNECT_SECONDS = 10.0
 _TIMEOUT_SECONDS = 30.0
 _SHOWN = 300
-"""Characters of an answer in a message."""
+"""Maximum number of characters of an answer that a message shows."""
 _MOST_SAID = 2000
-"""Characters of what a server says of a refusal: those of a policy begin with its name and that of its binding."""
+"""Maximum length of a refusal in a message. A policy's refusal begins with the names of the policy and its binding."""
 _MOST_LINE_BYTES = 1 << 20
-"""Longest line of a log; the rest of a longer one comes as further lines."""
+"""Maximum length of a line in a log; a longer one is split into several lines."""
 
 
 class RequestError(Exception):
-    """A request that did not succeed. `status` is None if there was no answer; `reason` and `details` are those of the Status
-    object in the answer, empty if there is none.
+    """A request that did not succeed. `status` is None if there was no answer. `reason` and `details` come from the Status object
+    in the answer; they are empty without one.
     """
 
     def __init__(
@@ -44,7 +40,7 @@ class RequestError(Exception):
 
 
 class ClusterClient:
-    """Raises LocalError if there is no usable kubeconfig."""
+    """A client for the cluster of a context. Raises LocalError if there is no usable kubeconfig."""
 
     def __init__(self, context: str | None = None) -> None:
         try:
@@ -55,14 +51,12 @@ class ClusterClient:
                 f"no usable kubeconfig: {str(error).rstrip('.')}; set KUBECONFIG, or name another --context; for runs of this "
                 "machine give list, status, logs or reproduce --local"
             ) from error
-        chosen = current if context is None else next((one for one in contexts if one.get("name") == context), {})
-        self.context = str(chosen.get("name") or context or "")
-        """Name of the kubeconfig's context."""
+        chosen = current if context is None else next((known for known in contexts if known.get("name") == context), {})
         self.namespace = str((chosen.get("context") or {}).get("namespace") or "default")
         """Namespace of the context."""
         self.server = str(self._api.configuration.host)
         """Address of the API server."""
-        # What does not answer is said once, and soon.
+        # A server that does not answer is reported at once, without retries.
         self._api.rest_client.pool_manager.connection_pool_kw["retries"] = False
 
     def request(
@@ -75,19 +69,17 @@ class ClusterClient:
     ) -> dict[str, Any]:
         """Send one request. Raises RequestError."""
         answer = self._send(method, path, body, query, content_type=content_type, seconds=_TIMEOUT_SECONDS)
-        try:
-            content = json.loads(_read(answer))
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
+        content = _object(_read(answer))
+        if content is None:
             raise RequestError(f"the answer to {path} is not a JSON object", answer.status)
         return content
 
     def lines(
         self, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = _TIMEOUT_SECONDS
     ) -> Iterator[str]:
-        """Lines of a text as they come, without their ends. `silence_seconds`: how long none may come; None: as long as it
-        likes. Raises RequestError, also if the connection breaks off.
+        """Yield the lines of a text as they arrive, without line ends.
+
+        `silence_seconds`: longest time without data; None: no limit. Raises RequestError, also if the connection breaks.
         """
         answer = self._send("GET", path, None, query, content_type="", seconds=silence_seconds)
         rest = b""
@@ -108,11 +100,11 @@ class ClusterClient:
     def output_of(
         self, namespace: str, pod: str, container: str, command: list[str], silence_seconds: float = _TIMEOUT_SECONDS
     ) -> Iterator[bytes]:
-        """Run a program in a pod, and yield its output as it comes. `silence_seconds`: how long nothing may come.
+        """Run a program in a pod, and yield its output as it arrives. `silence_seconds`: longest time without output.
 
-        Raises RequestError, also if the connection breaks off or the program fails.
+        Raises RequestError, also if the connection breaks or the program fails.
         """
-        # The models of all kinds come with it: a second of processor time, for the one command that copies files.
+        # These imports load the classes of all Kubernetes kinds, which takes a second. Only copies of files need them.
         from kubernetes.client import CoreV1Api
         from kubernetes.client.exceptions import ApiException
         from kubernetes.stream import stream
@@ -135,7 +127,7 @@ class ClusterClient:
                 _request_timeout=_CONNECT_SECONDS,
             )
         except ApiException as error:
-            # What went wrong comes as a text without a status; the exception behind it has both.
+            # This error has no status; the exception that caused it has one.
             cause = error.__context__
             status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
             why = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
@@ -151,7 +143,7 @@ class ClusterClient:
                     yield from [chunk] if chunk else []
                 elif time.monotonic() - heard >= silence_seconds:
                     raise RequestError(f"the program in the pod {pod} says nothing for {silence_seconds:g} s")
-            # What came while another channel was read.
+            # Output that arrived while another channel was read.
             rest, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
             said = (said + more)[-_SHOWN:]
             yield from [rest] if rest else []
@@ -160,7 +152,13 @@ class ClusterClient:
             raise RequestError(f"the connection to the pod {pod} broke off: {error}") from error
         finally:
             process.close()
-        _check_ended(ended, said, pod)
+        # The Status object in which Kubernetes says how a program ended.
+        end = _object(ended)
+        if end is None:
+            raise RequestError(f"the connection to the pod {pod} broke off")
+        if end.get("status") != "Success":
+            why = said.decode(errors="replace").strip() or str(end.get("message"))[:_SHOWN]
+            raise RequestError(f"the program in the pod {pod} failed: {why}", 400)
 
     def _send(
         self,
@@ -172,7 +170,7 @@ class ClusterClient:
         content_type: str,
         seconds: float | None,
     ) -> urllib3.BaseHTTPResponse:
-        """The answer before its content is read, if it is a success."""
+        """Send a request, and return a successful answer whose content is not read yet. Raises RequestError."""
         _, url, headers, *_ = self._api.param_serialize(
             method=method,
             resource_path=path + (f"?{urlencode(query)}" if query else ""),
@@ -191,22 +189,25 @@ class ClusterClient:
             )
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise RequestError(f"the API server did not answer: {error}") from error
-        if not 200 <= answer.status < 300:
-            _refuse(path, answer)
-        return answer
+        if 200 <= answer.status < 300:
+            return answer
+        content = _object(_read(answer)) or {}
+        said, reason, details = content.get("message"), content.get("reason"), content.get("details")
+        raise RequestError(
+            f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_MOST_SAID]}" if said else ""),
+            answer.status,
+            str(reason or ""),
+            details if isinstance(details, dict) else {},
+        )
 
 
-def _check_ended(ended: bytes, said: bytes, pod: str) -> None:
-    """`ended`: the Status object in which Kubernetes says how a program ended; empty if the connection broke off before."""
+def _object(text: bytes) -> dict[str, Any] | None:
+    """Return a JSON object, or None for anything else."""
     try:
-        status = json.loads(ended)
+        content = json.loads(text)
     except ValueError:
-        status = None
-    if not isinstance(status, dict):
-        raise RequestError(f"the connection to the pod {pod} broke off")
-    if status.get("status") != "Success":
-        why = said.decode(errors="replace").strip() or str(status.get("message"))[:_SHOWN]
-        raise RequestError(f"the program in the pod {pod} failed: {why}", 400)
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def _read(answer: urllib3.BaseHTTPResponse) -> bytes:
@@ -214,18 +215,3 @@ def _read(answer: urllib3.BaseHTTPResponse) -> bytes:
         return answer.data
     except (urllib3.exceptions.HTTPError, OSError) as error:
         raise RequestError(f"the API server did not answer: {error}") from error
-
-
-def _refuse(path: str, answer: urllib3.BaseHTTPResponse) -> NoReturn:
-    try:
-        content = json.loads(_read(answer))
-    except ValueError:
-        content = None
-    content = content if isinstance(content, dict) else {}
-    said, reason, details = content.get("message"), content.get("reason"), content.get("details")
-    raise RequestError(
-        f"the API server answered {answer.status} to {path}" + (f": {str(said)[:_MOST_SAID]}" if said else ""),
-        answer.status,
-        str(reason or ""),
-        details if isinstance(details, dict) else {},
-    )

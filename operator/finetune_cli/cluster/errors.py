@@ -1,4 +1,4 @@
-"""Refusals of a cluster in words: what is missing, and what to do about it."""
+"""Turns error answers of a cluster into messages that say what is missing and what to do."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class ClusterError(LocalError):
 
 @dataclass(frozen=True)
 class Right:
-    """A right in the words of RBAC."""
+    """A permission in the terms of RBAC."""
 
     verb: str
     resource: str
     """The resource with its subresource, as in `pods/log`."""
     group: str = ""
     namespace: str = ""
-    """Empty: of the cluster, or of all namespaces."""
+    """Namespace of the permission; empty: the whole cluster."""
 
     def __str__(self) -> str:
         resource = f"{self.resource}.{self.group}" if self.group else self.resource
@@ -45,7 +45,7 @@ class Right:
 
 
 def right_for(method: str, path: str) -> Right | None:
-    """The right that a request needs; None for a path of another kind."""
+    """Return the permission that a request needs, or None for a path of an unknown form."""
     match = _PATH.match(path)
     if match is None:
         return None
@@ -55,7 +55,7 @@ def right_for(method: str, path: str) -> Right | None:
 
 
 def cluster_error(error: RequestError, method: str, path: str, server: str) -> ClusterError:
-    """Say what the error means and what to do."""
+    """Return an error whose message says what happened and what to do."""
     message = plain(error, _SHOWN)
     match error.status:
         case None:
@@ -63,14 +63,14 @@ def cluster_error(error: RequestError, method: str, path: str, server: str) -> C
         case 401:
             return ClusterError(f"{server} does not know you: log in again, or name another --context", status=401)
         case 403 if _POLICY in str(error):
-            # Its message names the field and the right that is missing.
+            # The policy's message names the field and the missing permission.
             _, _, denied = str(error).partition("denied request: ")
             return ClusterError(plain(denied, _SHOWN) or message, status=403)
         case 403:
             right = right_for(method, path)
             missing = f"you may not {right}" if right is not None else message
             return ClusterError(
-                f"{missing}; ask for a Role with this right (docs/reference/rights.md lists what each command needs)", status=403
+                f"{missing}; ask for a Role that permits it (docs/reference/rights.md lists what each command needs)", status=403
             )
         case 404 if f"/{GROUP}/" in path and not error.details.get("name"):
             return ClusterError(

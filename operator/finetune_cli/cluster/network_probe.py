@@ -1,6 +1,6 @@
 """Finds out whether the cluster's network enforces NetworkPolicies, with two pods that live for seconds.
 
-Whatever happens, the objects are deleted; if the machine dies meanwhile, the pods end by themselves.
+The objects are deleted in any case; if this machine dies before that, the pods end by themselves.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from finetune_cli.checks.cluster import NetworkProbe, UnknownFact
 from finetune_cli.cluster import probe_objects
 from finetune_cli.cluster.client import ClusterClient, RequestError
+from finetune_cli.cluster.short_lived_pod import DELETE_NOW
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption
 from finetune_job.api.profile import FineTuneProfileSpec
 
 _POLL_SECONDS = 0.5
-_SEEN = 5
-"""Answers in a report."""
-_DELETE = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
+_ANSWERS = 5
+"""Number of answers in a report: one for each of three ports, one for the node, one for resolving a name."""
 
 
 class _GivenUpError(Exception):
@@ -31,110 +31,84 @@ class _GivenUpError(Exception):
 def probe_network(
     client: ClusterClient, namespace: str, profile: FineTuneProfileSpec, seconds: int, interruption: Interruption
 ) -> NetworkProbe | UnknownFact:
-    """Run the probe for so long at most. Raises LocalError after a signal."""
-    probe = _Probe(client, namespace, profile, seconds, interruption)
+    """Run the probe for at most `seconds`. Raises LocalError after a signal, or if an object cannot be deleted."""
+    suffix, deadline = secrets.token_hex(4), time.monotonic() + seconds
+    pods = f"/api/v1/namespaces/{namespace}/pods"
+    policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+    made: list[str] = []
+
+    def make(collection: str, document: dict[str, Any]) -> None:
+        # Noted before the request, which may be carried out even if its answer is lost.
+        made.append(f"{collection}/{document['metadata']['name']}")
+        client.request("POST", collection, document)
+
+    def wait(part: str, observe: Callable[[dict[str, Any]], Any]) -> Any:
+        """Wait until `observe` returns a value other than None for the status of a pod, and return that value."""
+        while True:
+            if interruption.requested:
+                raise LocalError("interrupted", ExitCode.INTERRUPTED)
+            status = client.request("GET", f"{pods}/{probe_objects.probe_name(suffix, part)}").get("status", {})
+            value = observe(status)
+            if value is not None:
+                return value
+            if status.get("phase") in ("Failed", "Succeeded"):
+                raise _GivenUpError(f"its pod {part} ended early: {_reason(status)}")
+            if time.monotonic() > deadline:
+                raise _GivenUpError(f"its pod {part} was not done after {seconds} s: {_reason(status)}")
+            interruption.pause(_POLL_SECONDS)
+
+    def probe() -> NetworkProbe:
+        make(pods, probe_objects.listener(suffix, profile, seconds))
+        address = wait("listener", _address)
+        for policy in probe_objects.policies(suffix, profile):
+            make(policies, policy)
+        make(pods, probe_objects.asker(suffix, profile, seconds, address))
+        reached, let_in, let_out, node, resolved = wait("asker", _report)
+        return NetworkProbe(
+            ingress_denied=not let_in, egress_denied=not let_out, allowed_reached=reached, node_denied=not node, resolved=resolved
+        )
+
     try:
-        return probe.run()
+        return probe()
     except (RequestError, _GivenUpError) as error:
         return UnknownFact(f"the network probe could not be done: {error}")
     finally:
-        probe.clean_up()
-
-
-class _Probe:
-    def __init__(
-        self, client: ClusterClient, namespace: str, profile: FineTuneProfileSpec, seconds: int, interruption: Interruption
-    ) -> None:
-        self._client, self._profile, self._seconds, self._interruption = client, profile, seconds, interruption
-        self._suffix = secrets.token_hex(4)
-        self._pods = f"/api/v1/namespaces/{namespace}/pods"
-        self._policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
-        self._made: list[str] = []
-        self._deadline = time.monotonic() + seconds
-
-    def run(self) -> NetworkProbe:
-        self._make(self._pods, probe_objects.listener(self._suffix, self._profile, self._seconds))
-        address = self._wait("listener", _address)
-        self._make(self._pods, probe_objects.asker(self._suffix, self._profile, self._seconds, address))
-        reached, let_in, let_out, _, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.BEFORE))
-        before = NetworkProbe(reached_before=reached and let_in and let_out, resolved_before=resolved)
-        if not before.reached_before:
-            return before
-        for policy in probe_objects.policies(self._suffix, self._profile):
-            self._make(self._policies, policy)
-        reached, let_in, let_out, node, resolved = self._wait("asker", lambda pod: _report(pod, probe_objects.UNDER))
-        return NetworkProbe(
-            reached_before=True,
-            resolved_before=before.resolved_before,
-            ingress_denied=not let_in,
-            egress_denied=not let_out,
-            allowed_reached=reached,
-            node_denied=not node,
-            resolved=resolved,
-        )
-
-    def clean_up(self) -> None:
-        """Delete what was made, the last one first. What cannot be deleted is named."""
         left = []
-        for path in reversed(self._made):
+        for path in reversed(made):
             try:
-                self._client.request("DELETE", path, _DELETE)
+                client.request("DELETE", path, DELETE_NOW)
             except RequestError as error:
                 if error.status != 404:
                     left.append(f"{path} ({error})")
         if left:
             raise LocalError(f"delete what the network probe has left: {'; '.join(left)}", ExitCode.FAILED)
 
-    def _make(self, collection: str, document: dict[str, Any]) -> None:
-        # Noted first: a request whose answer is lost may have been carried out.
-        self._made.append(f"{collection}/{document['metadata']['name']}")
-        self._client.request("POST", collection, document)
 
-    def _wait(self, part: str, observe: Callable[[dict[str, Any]], Any]) -> Any:
-        """Wait until `observe` returns something else than None for a pod of the probe, and return it."""
-        while True:
-            if self._interruption.requested:
-                raise LocalError("interrupted", ExitCode.INTERRUPTED)
-            pod = self._client.request("GET", f"{self._pods}/{probe_objects.probe_name(self._suffix, part)}")
-            value = observe(pod)
-            if value is not None:
-                return value
-            status = pod.get("status", {})
-            if status.get("phase") in ("Failed", "Succeeded"):
-                raise _GivenUpError(f"its pod {part} ended early: {_reason(status)}")
-            if time.monotonic() > self._deadline:
-                raise _GivenUpError(f"its pod {part} was not done after {self._seconds} s: {_reason(status)}")
-            self._interruption.pause(_POLL_SECONDS)
-
-
-def _address(pod: dict[str, Any]) -> str | None:
-    status = pod.get("status", {})
-    running = any("running" in one.get("state", {}) for one in status.get("containerStatuses", []))
+def _address(status: dict[str, Any]) -> str | None:
+    running = any("running" in container.get("state", {}) for container in status.get("containerStatuses", []))
     return status.get("podIP") if running else None
 
 
-def _report(pod: dict[str, Any], container: str) -> list[bool] | None:
-    """Read the report of a container: three ports reached, its node reached, a name resolved."""
-    status = pod.get("status", {})
-    for one in (*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])):
-        ended = one.get("state", {}).get("terminated")
-        if one.get("name") != container or ended is None:
+def _report(status: dict[str, Any]) -> list[bool] | None:
+    """Read the report of the asker; None while it has not ended."""
+    for container in status.get("containerStatuses", []):
+        ended = container.get("state", {}).get("terminated")
+        if ended is None:
             continue
         try:
-            seen = json.loads(ended.get("message", ""))
+            answers = json.loads(ended.get("message", ""))
         except ValueError:
-            seen = None
-        if not (isinstance(seen, list) and len(seen) == _SEEN and all(isinstance(each, bool) for each in seen)):
-            raise _GivenUpError(f"its container {container} ended with {ended.get('exitCode')} and no report")
-        return seen
+            answers = None
+        if not (isinstance(answers, list) and len(answers) == _ANSWERS and all(isinstance(each, bool) for each in answers)):
+            raise _GivenUpError(f"its container {container.get('name')} exited with {ended.get('exitCode')} and no report")
+        return answers
     return None
 
 
 def _reason(status: dict[str, Any]) -> str:
-    """Why a pod does not run, as far as its status says it."""
-    containers = (*status.get("initContainerStatuses", []), *status.get("containerStatuses", []))
-    states = [state for one in containers for state in one.get("state", {}).values()]
-    conditions = [one for one in status.get("conditions", []) if one.get("status") != "True"]
+    """Say why a pod is not running, from its status."""
+    states = [state for container in status.get("containerStatuses", []) for state in container.get("state", {}).values()]
+    conditions = [condition for condition in status.get("conditions", []) if condition.get("status") != "True"]
     for state in (status, *states, *conditions):
         if state.get("message"):
             return f"{state.get('reason', 'no reason')}: {state['message'][:300]}"

@@ -1,4 +1,4 @@
-"""Reads jobs and what belongs to them. Errors are told in words; what is only nice to have becomes an `Unseen` instead."""
+"""Reads jobs, their pods and events. Errors become messages; an optional object that cannot be read becomes `Unseen`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from finetune_cli.cluster.client import ClusterClient, RequestError
@@ -15,13 +15,10 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenEvent, SeenJob, SeenPod, seen_event, seen_job, seen_pod
-from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID, PROFILE_PLURAL
-
-if TYPE_CHECKING:
-    from finetune_job.api.profile import FineTuneProfileSpec
+from finetune_job.names import API_VERSION, JOB_PLURAL, LABEL_JOB_UID
 
 _PAGE = "500"
-"""Objects of one answer."""
+"""Maximum number of objects in one answer."""
 _MOST_PAGES = 200
 _MOST_NEAR = 3
 _MOST_NAMED = 10
@@ -46,55 +43,50 @@ class Cluster:
         self.namespace = namespace or self.client.namespace
 
     def jobs(self, *, everywhere: bool = False, selector: str = "") -> list[SeenJob]:
-        """Jobs of the namespace or of all, in the order of namespaces and names. Raises ClusterError."""
-        path = collection(API_VERSION, JOB_PLURAL, "" if everywhere else self.namespace)
-        found = map(self.seen, self._list(path, {"labelSelector": selector} if selector else {}))
-        return sorted(found, key=lambda job: (job.namespace, job.name))
+        """List the jobs of the namespace, or of all namespaces, by namespace and name. Raises ClusterError."""
+        listed = self.list(API_VERSION, JOB_PLURAL, "" if everywhere else self.namespace, selector)
+        return sorted(map(self.seen, listed), key=lambda job: (job.namespace, job.name))
 
     def job(self, name: str) -> SeenJob:
-        """A job of the namespace. Raises ClusterError; its exit code is UNUSABLE if there is no such job."""
-        path = f"{collection(API_VERSION, JOB_PLURAL, self.namespace)}/{quote(name, safe='')}"
-        try:
-            return self.seen(self.client.request("GET", path))
-        except RequestError as error:
-            if error.status == 404 and error.details.get("name"):
-                raise self._no_job(name) from error
-            raise cluster_error(error, "GET", path, self.client.server) from error
+        """Get a job of the namespace. Raises ClusterError, with the exit code UNUSABLE if there is no such job."""
+        document = self.get(API_VERSION, JOB_PLURAL, name)
+        if document is not None:
+            return self.seen(document)
+        # Suggest names of existing jobs, if the user may list them.
+        names = unless_refused(lambda: [job.name for job in self.jobs()])
+        if isinstance(names, Unseen):
+            hint = "name another with -n"
+        elif not names:
+            hint = "the namespace has none; name another with -n"
+        else:
+            near = difflib.get_close_matches(name, names, n=_MOST_NEAR)
+            shown = ", ".join(near or names[:_MOST_NAMED])
+            hint = f"did you mean {shown}?" if near else f"there are {shown}" + (", ..." if len(names) > _MOST_NAMED else "")
+        message = f"there is no FineTuneJob {plain(name, 80)} in the namespace {self.namespace}; {hint}"
+        raise ClusterError(message, ExitCode.UNUSABLE, 404)
 
     def seen(self, document: Mapping[str, Any]) -> SeenJob:
-        """A job of this cluster."""
+        """Parse the document of a job, and note the context of this cluster in it."""
         return replace(seen_job(document), context=self.context)
 
     def pods_of(self, job: SeenJob) -> list[SeenPod]:
-        """List the job's pods that exist, by role, attempt and place in the gang. Raises ClusterError."""
-        path = collection("v1", "pods", job.namespace)
-        found = map(seen_pod, self._list(path, {"labelSelector": f"{LABEL_JOB_UID}={job.uid}"}))
-        return sorted(found, key=lambda pod: (pod.created is not None and pod.created.timestamp(), pod.node_rank, pod.name))
+        """List the job's existing pods, sorted by time of creation, node rank and name. Raises ClusterError."""
+        pods = map(seen_pod, self.list("v1", "pods", job.namespace, f"{LABEL_JOB_UID}={job.uid}"))
+        return sorted(pods, key=lambda pod: (pod.created is not None and pod.created.timestamp(), pod.node_rank, pod.name))
 
     def events_of(self, job: SeenJob, pods: list[SeenPod]) -> list[SeenEvent]:
-        """Events of the job, its Jobs and its pods, oldest first. Raises ClusterError."""
-        path = collection("v1", "events", job.namespace)
+        """List the events of the job, its Jobs and its pods, oldest first. Raises ClusterError."""
         uids = {job.uid, *(pod.uid for pod in pods)}
-        found = []
-        for each in self._list(path, {}):
-            involved = documents.part(each, "involvedObject")
+        events = []
+        for event in self.list("v1", "events", job.namespace):
+            involved = documents.part(event, "involvedObject")
             is_of_child = documents.text(involved, "kind") == "Job" and documents.text(involved, "name") in job.batch_jobs
             if is_of_child or documents.text(involved, "uid") in uids:
-                found.append(seen_event(each))
-        return sorted(found, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
-
-    def profile(self, name: str) -> FineTuneProfileSpec | None:
-        """Get a profile; None if there is none of this name. Raises ClusterError."""
-        from finetune_job.api.profile import FineTuneProfileSpec
-
-        document = self.get(API_VERSION, PROFILE_PLURAL, name, "")
-        try:
-            return None if document is None else FineTuneProfileSpec.model_validate(document.get("spec"))
-        except ValueError as error:
-            raise ClusterError(f"the FineTuneProfile {name} is not one that this release of `finetune` knows") from error
+                events.append(seen_event(event))
+        return sorted(events, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
 
     def get(self, version: str, plural: str, name: str, namespace: str | None = None) -> dict[str, Any] | None:
-        """An object of the namespace, of another one, or (empty) of the cluster; None: there is none. Raises ClusterError."""
+        """Get an object; None if it does not exist. For an object without a namespace, give an empty one. Raises ClusterError."""
         place = self.namespace if namespace is None else namespace
         path = f"{collection(version, plural, place)}/{quote(name, safe='')}"
         try:
@@ -105,8 +97,17 @@ class Cluster:
             raise cluster_error(error, "GET", path, self.client.server) from error
 
     def list(self, version: str, plural: str, namespace: str, selector: str = "") -> list[Mapping[str, Any]]:
-        """Objects of a namespace, or (empty) of all or of the cluster. Raises ClusterError."""
-        return list(self._list(collection(version, plural, namespace), {"labelSelector": selector} if selector else {}))
+        """List the objects of a namespace, or, if it is empty, of all namespaces or of the cluster. Raises ClusterError."""
+        path, query, more = collection(version, plural, namespace), {"labelSelector": selector} if selector else {}, ""
+        objects: list[Mapping[str, Any]] = []
+        for _ in range(_MOST_PAGES):
+            page = {**query, "limit": _PAGE, **({"continue": more} if more else {})}
+            answer = self.send("GET", path, None, query=page)
+            objects += documents.elements(answer, "items")
+            more = documents.text(answer, "metadata", "continue")
+            if not more:
+                break
+        return objects
 
     def within(self, namespace: str) -> Cluster:
         """Return the same cluster with another namespace."""
@@ -118,52 +119,26 @@ class Cluster:
         self,
         method: str,
         path: str,
-        body: dict[str, Any],
+        body: dict[str, Any] | None,
         content_type: str = "application/json",
         query: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Change something. Raises ClusterError."""
+        """Send one request. Raises ClusterError."""
         try:
             return self.client.request(method, path, body, query, content_type)
         except RequestError as error:
             raise cluster_error(error, method, path, self.client.server) from error
 
     def lines(self, path: str, query: Mapping[str, str], silence_seconds: float | None) -> Iterator[str]:
-        """Lines of a log. Raises ClusterError."""
+        """Yield the lines of a log. Raises ClusterError."""
         try:
             yield from self.client.lines(path, query, silence_seconds)
         except RequestError as error:
             raise cluster_error(error, "GET", path, self.client.server) from error
 
-    def _list(self, path: str, query: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
-        more = ""
-        for _ in range(_MOST_PAGES):
-            try:
-                answer = self.client.request("GET", path, query={**query, "limit": _PAGE, **({"continue": more} if more else {})})
-            except RequestError as error:
-                raise cluster_error(error, "GET", path, self.client.server) from error
-            yield from documents.elements(answer, "items")
-            more = documents.text(answer, "metadata", "continue")
-            if not more:
-                return
-
-    def _no_job(self, name: str) -> ClusterError:
-        """An error that suggests names of existing jobs, as far as they may be listed."""
-        message = f"there is no FineTuneJob {plain(name, 80)} in the namespace {self.namespace}"
-        names = unless_refused(lambda: [job.name for job in self.jobs()])
-        if isinstance(names, Unseen):
-            hint = "name another with -n"
-        elif not names:
-            hint = "the namespace has none; name another with -n"
-        else:
-            near = difflib.get_close_matches(name, names, n=_MOST_NEAR)
-            shown = ", ".join(near or names[:_MOST_NAMED])
-            hint = f"did you mean {shown}?" if near else f"there are {shown}" + (", ..." if len(names) > _MOST_NAMED else "")
-        return ClusterError(f"{message}; {hint}", ExitCode.UNUSABLE, 404)
-
 
 def collection(version: str, plural: str, namespace: str) -> str:
-    """Path of a collection: `version` is `v1` or `group/version`; an empty namespace stands for all, or for the cluster."""
+    """Return the path of a collection. `version`: `v1` or `group/version`. `namespace`: empty for all, or for the cluster."""
     root = f"/api/{version}" if version == "v1" else f"/apis/{version}"
     place = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
     return f"{root}{place}/{plural}"

@@ -1,4 +1,4 @@
-"""Reads what `checks.cluster` judges. What cannot be read becomes a fact of its own."""
+"""Reads the facts that `checks.cluster` judges. A fact that cannot be read becomes an UnknownFact."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from pydantic import ValidationError
-
 from finetune_cli.checks.cluster import ClusterFacts, NetworkProbe, OperatorDeployment, StorageClass, UnknownFact
 from finetune_cli.cluster.client import ClusterClient, RequestError
+from finetune_cli.jobs.profiles import read_profile
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, GROUP
 
@@ -23,8 +22,9 @@ def read_facts(
     profile_name: str,
     probe: Callable[[FineTuneProfileSpec | None], NetworkProbe | UnknownFact] | None,
 ) -> ClusterFacts:
-    """Read everything; `probe` is asked last, with the profile if there is a readable one."""
+    """Read all facts. `probe` is called last, with the profile if it can be read."""
     profile = _fact(lambda: _profile(client, profile_name))
+    asks_for_labels = isinstance(profile, FineTuneProfileSpec) and profile.namespace_selector is not None
     return ClusterFacts(
         namespace=namespace,
         profile_name=profile_name,
@@ -32,7 +32,7 @@ def read_facts(
         served=_fact(lambda: _served(client)),
         operators=_fact(lambda: _operators(client)),
         profile=profile,
-        namespace_labels=_fact(lambda: _labels(client, namespace)) if _asks_for_labels(profile) else None,
+        namespace_labels=_fact(lambda: _labels(client, namespace)) if asks_for_labels else None,
         may_create_jobs=_fact(lambda: _may_create_jobs(client, namespace)),
         storage_classes=_fact(lambda: _storage_classes(client)),
         network=None if probe is None else probe(profile if isinstance(profile, FineTuneProfileSpec) else None),
@@ -50,7 +50,7 @@ def _fact(read: Callable[[], _Fact]) -> _Fact | UnknownFact:
 
 def _served(client: ClusterClient) -> list[str]:
     try:
-        return [one["name"] for one in client.request("GET", f"/apis/{API_VERSION}")["resources"]]
+        return [resource["name"] for resource in client.request("GET", f"/apis/{API_VERSION}")["resources"]]
     except RequestError as error:
         if error.status == 404:
             return []
@@ -62,9 +62,9 @@ def _operators(client: ClusterClient) -> list[OperatorDeployment]:
     listed = client.request("GET", f"/apis/apps/v1/deployments?labelSelector={selector}")["items"]
     return [
         OperatorDeployment(
-            one["metadata"]["namespace"], one["metadata"]["name"], int(one.get("status", {}).get("readyReplicas") or 0)
+            item["metadata"]["namespace"], item["metadata"]["name"], int(item.get("status", {}).get("readyReplicas") or 0)
         )
-        for one in listed
+        for item in listed
     ]
 
 
@@ -75,15 +75,10 @@ def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | UnknownF
         if error.status == 404:
             return None
         raise
-    try:
-        return FineTuneProfileSpec.model_validate(spec)
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False)[:5])
-        return UnknownFact(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {problems}")
-
-
-def _asks_for_labels(profile: FineTuneProfileSpec | UnknownFact | None) -> bool:
-    return isinstance(profile, FineTuneProfileSpec) and profile.namespace_selector is not None
+    found = read_profile(spec)
+    if isinstance(found, str):
+        return UnknownFact(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {found}")
+    return found
 
 
 def _labels(client: ClusterClient, namespace: str) -> dict[str, str]:
@@ -104,6 +99,6 @@ def _may_create_jobs(client: ClusterClient, namespace: str) -> bool:
 def _storage_classes(client: ClusterClient) -> list[StorageClass]:
     listed = client.request("GET", "/apis/storage.k8s.io/v1/storageclasses")["items"]
     return [
-        StorageClass(one["metadata"]["name"], (one["metadata"].get("annotations") or {}).get(_DEFAULT_CLASS) == "true")
-        for one in listed
+        StorageClass(item["metadata"]["name"], (item["metadata"].get("annotations") or {}).get(_DEFAULT_CLASS) == "true")
+        for item in listed
     ]

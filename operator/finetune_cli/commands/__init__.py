@@ -1,1 +1,1 @@
-"""One module a verb, with what only that verb prints; what several verbs print is in `render`."""
+"""The code of each verb, with the text that only this verb prints; text that several verbs print is in `render`."""

@@ -1,8 +1,7 @@
-"""`submit`, `suspend`, `resume`, `cancel`, `retry` and `fork`: what changes the jobs of a cluster, one field of one at a time."""
+"""`submit`, `suspend`, `resume`, `cancel`, `retry` and `fork`: create jobs of a cluster, or change one field of them."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,10 +17,10 @@ from finetune_cli.documents import document_text, objects_of, read_documents
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, start_changes
+from finetune_cli.jobs.profiles import profile_manifest, read_profile
 from finetune_cli.jobs.seen import SeenJob, place_flags
 from finetune_job.api.job import parse_job
 from finetune_job.api.output import RetainPolicy
-from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import FieldChange
 from finetune_job.names import (
     API_VERSION,
@@ -35,12 +34,12 @@ from finetune_job.names import (
 )
 
 STRICT = {"fieldValidation": "Strict"}
-"""A server of another release refuses fields that it does not know, instead of leaving them out without a word."""
+"""Makes a server of another release refuse fields that it does not know, instead of dropping them silently."""
 NEWEST = "newest"
-"""The checkpoint that the status of a job names."""
+"""Value of `--from` for the checkpoint that the status of a job names."""
 _STEP_DIGITS = 10
 MOST_CONFLICTS = 5
-"""Times that somebody else may change a job between our look and our change."""
+"""How often another client may change a job between our read and our change before the command gives up."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Change:
     changed: bool = True
 
     def text(self) -> str:
-        """The answer for a person."""
+        """Return the answer as text."""
         return f"{self.job.title}: {self.said}\n"
 
     def document(self) -> dict[str, Any]:
-        """The answer for a program."""
+        """Return the answer as data."""
         run = self.job.spec.get("run")
         return {
             "namespace": self.job.namespace,
@@ -72,14 +71,14 @@ class Change:
 def submit(
     cluster: Cluster, text: str, file: str, namespace: str | None, *, is_watched: bool = False
 ) -> tuple[Report, list[Change]]:
-    """Create the jobs of a manifest, unless the rules refuse one of them; judged with the cluster's profile if that may be read.
+    """Create the jobs of a manifest, unless the rules refuse one. The rules use the cluster's profile if it can be read.
 
-    `namespace`: as the user gave it. `is_watched`: there may be one job alone. Raises LocalError, ClusterError.
+    `namespace`: as the user gave it. `is_watched`: several jobs are an error. Raises LocalError, ClusterError.
     """
     report = validate_files([(file, text)], _profile_text(cluster, text, file))
     if report.exit_code is not ExitCode.DONE:
         return report, []
-    found = [each.content for document in read_documents(text, file) for each in objects_of(document)]
+    found = [item.content for document in read_documents(text, file) for item in objects_of(document)]
     jobs = [content for content in found if isinstance(content, dict) and content.get("kind") == JOB_KIND]
     if not jobs:
         raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
@@ -99,21 +98,17 @@ def _place(document: dict[str, Any], cluster: Cluster, namespace: str | None) ->
 
 
 def _profile_text(cluster: Cluster, text: str, file: str) -> str | None:
-    """The profile of the jobs as a manifest; None if there are several, or if it may not be read: the operator judges again."""
+    """Return the jobs' profile in the cluster as a manifest; None if they name several, the file has one, or it is unreadable."""
     verdicts: Sequence[DocumentVerdict] = validate_files([(file, text)], None).verdicts
     names = {verdict.job.spec.profile or DEFAULT_PROFILE for verdict in verdicts if verdict.job is not None}
     if len(names) != 1 or any(verdict.kind == PROFILE_KIND for verdict in verdicts):
         return None
     name = names.pop()
     found = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
-    if found is None or isinstance(found, Unseen):
+    # A profile of another release cannot be read here, so the jobs are judged without it.
+    if found is None or isinstance(found, Unseen) or isinstance(read_profile(found.get("spec")), str):
         return None
-    try:
-        FineTuneProfileSpec.model_validate(found.get("spec"))
-    except ValidationError:  # of another release
-        return None
-    manifest = {"apiVersion": API_VERSION, "kind": PROFILE_KIND, "metadata": {"name": name}, "spec": found["spec"]}
-    return json.dumps(manifest)
+    return profile_manifest(name, found["spec"])
 
 
 def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Change:
@@ -133,27 +128,19 @@ def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterE
     found = unless_refused(lambda: cluster.job(name))
     if isinstance(found, Unseen):
         return ClusterError(f"{title}: exists already; give the manifest another name", status=409)
-    same = _same_spec(found.document, document)
-    fix = (
-        f"`{found.command('status')}` shows it"
-        if same
-        else "give the manifest another name: a job that has started stays as it is"
-    )
-    return ClusterError(
-        f"{title}: exists already ({found.phase}), with {'the same' if same else 'another'} spec; {fix}", status=409
-    )
-
-
-def _same_spec(one: Any, other: Any) -> bool:
     try:
-        return parse_job({**one, "status": None}).spec == parse_job(other).spec
+        is_same = parse_job({**found.document, "status": None}).spec == parse_job(document).spec
     except ValidationError:
-        return False
+        is_same = False
+    fix = "give the manifest another name: a job that has started stays as it is"
+    said = f"the same spec; `{found.command('status')}` shows it" if is_same else f"another spec; {fix}"
+    return ClusterError(f"{title}: exists already ({found.phase}), with {said}", status=409)
 
 
 def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
-    """Delete the pods and keep the checkpoint, or continue. Raises ClusterError."""
-    job = _living(cluster.job(name), "suspended" if suspended else "resumed")
+    """Suspend a job, which deletes its pods and keeps its checkpoint, or resume it. Raises ClusterError."""
+    job = cluster.job(name)
+    _check_living(job, "suspended" if suspended else "resumed")
     if _run(job).get("suspend", False) is suspended:
         return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
     message = (
@@ -169,17 +156,22 @@ def cancel(cluster: Cluster, name: str) -> Change:
     job = cluster.job(name)
     if _run(job).get("cancel") is True:
         return Change(job, "is cancelled already", changed=False)
-    _living(job, "cancelled")
+    _check_living(job, "cancelled")
     message = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
     return Change(_patched(cluster, name, {"cancel": True}), message)
 
 
 def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
-    """Try again what waits for a human; of a job that has ended, the same spec as a new job. Raises ClusterError."""
+    """Retry a stalled job, or create a new job with the spec of one that ended without success. Raises ClusterError."""
     for _ in range(MOST_CONFLICTS):
         job = cluster.job(name)
+        if job.phase == "Succeeded":
+            message = f"{job.title}: has succeeded; `{job.command('fork')}` makes a manifest with changes from it"
+            raise ClusterError(message, ExitCode.REFUSED)
         if job.has_ended:
-            return _again(cluster, job, new_name)
+            copy = copy_of(job.document, new_name or next_name(job.name, _names(cluster)))
+            made = _create(cluster, copy, job.namespace)
+            return Change(made.job, f"created with the spec of {job.name}; it begins with {_beginning(job.document)}")
         if new_name is not None:
             raise ClusterError(f"{job.title}: has not ended, so it is tried again under its own name; leave --name out")
         if job.phase != "Stalled":
@@ -187,31 +179,21 @@ def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
         before = _run(job).get("retry")
         number = before + 1 if isinstance(before, int) else 1
         try:
-            made = _patched(cluster, name, {"retry": number}, job.resource_version)
+            patched = _patched(cluster, name, {"retry": number}, job.resource_version)
         except ClusterError as error:
             if error.status != 409:
                 raise
             continue
-        return Change(made, f"is tried again (spec.run.retry: {number})")
+        return Change(patched, f"is tried again (spec.run.retry: {number})")
     raise ClusterError(f"{cluster.namespace}/{name}: others change it all the time; try again")
-
-
-def _again(cluster: Cluster, job: SeenJob, new_name: str | None) -> Change:
-    if job.phase == "Succeeded":
-        raise ClusterError(
-            f"{job.title}: has succeeded; `{job.command('fork')}` makes a manifest with changes from it", ExitCode.REFUSED
-        )
-    name = new_name or next_name(job.name, _names(cluster))
-    made = _create(cluster, copy_of(job.document, name), job.namespace)
-    return Change(made.job, f"created with the spec of {job.name}; it begins with {_beginning(job.document)}")
 
 
 def fork(
     cluster: Cluster, name: str, new_name: str | None, changes: Sequence[FieldChange], start: str | None = None
 ) -> tuple[str, Report]:
-    """A manifest made from a job, and what the rules say of it.
+    """Make a manifest from a job, and judge it by the rules.
 
-    start: the checkpoint of the job that the new one begins with, by its step or as `newest`; None: the base model.
+    start: step of the job's checkpoint that the new job starts from, or `newest`; None: the base model.
     Raises ClusterError, LocalError.
     """
     job = cluster.job(name)
@@ -223,27 +205,21 @@ def fork(
         head = (
             f"# From the FineTuneJob {job.title}. It begins with what that had trained after step {step}; schedule and\n"
             "# optimizer begin again. The checkpoint has to be there until the new job has saved one of its own.\n"
-            f"{_note_on_claim(job, document)}"
         )
+        claim, retain = workspace_claim_name(job.name), documents.text(job.spec, "workspace", "retain")
+        if documents.text(document, "spec", "workspace", "claimName") == claim and retain == RetainPolicy.DELETE:
+            head += (
+                f"# Its workspace is the claim {claim}, which is deleted with {job.name} (spec.workspace.retain: Delete), "
+                f"and with it\n# what the new job has trained. Keep {job.name} until the new job is done.\n"
+            )
     text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))
 
 
 def _beginning(document: Mapping[str, Any]) -> str:
-    """The start of a job: a copy of a fork is a fork of the same checkpoint."""
+    """Say what a job starts from. A copy of a forked job starts from the same checkpoint as the fork."""
     start = documents.text(document, "spec", "training", "startFrom")
     return f"the checkpoint {start} of its workspace" if start else "the base model"
-
-
-def _note_on_claim(job: SeenJob, document: Mapping[str, Any]) -> str:
-    """A warning if the new job works on a claim that goes with the other one."""
-    claim, retain = workspace_claim_name(job.name), documents.text(job.spec, "workspace", "retain")
-    if documents.text(document, "spec", "workspace", "claimName") != claim or retain != RetainPolicy.DELETE:
-        return ""
-    return (
-        f"# Its workspace is the claim {claim}, which is deleted with {job.name} (spec.workspace.retain: Delete), and with it\n"
-        f"# what the new job has trained. Keep {job.name} until the new job is done.\n"
-    )
 
 
 def _step_of(job: SeenJob, start: str) -> int:
@@ -262,15 +238,14 @@ def _step_of(job: SeenJob, start: str) -> int:
 
 
 def _names(cluster: Cluster) -> list[str]:
-    """Names of the jobs of the namespace; empty if they may not be listed: the API server refuses a name that is taken."""
+    """List the names of the jobs; empty if they may not be listed: the API server then refuses a name that is taken."""
     found = unless_refused(lambda: [job.name for job in cluster.jobs()])
     return [] if isinstance(found, Unseen) else found
 
 
-def _living(job: SeenJob, what: str) -> SeenJob:
+def _check_living(job: SeenJob, what: str) -> None:
     if job.has_ended:
         raise ClusterError(f"{job.title}: has ended ({job.phase}) and cannot be {what}", ExitCode.REFUSED)
-    return job
 
 
 def _run(job: SeenJob) -> dict[str, Any]:
@@ -279,7 +254,7 @@ def _run(job: SeenJob) -> dict[str, Any]:
 
 
 def _patched(cluster: Cluster, name: str, run: dict[str, Any], version: str = "") -> SeenJob:
-    """`version`: resource version that the job must still have."""
+    """Change spec.run of a job. `version`: resource version that the job must still have."""
     path = f"{collection(API_VERSION, JOB_PLURAL, cluster.namespace)}/{quote(name, safe='')}"
     patch: dict[str, Any] = {"spec": {"run": run}}
     if version:

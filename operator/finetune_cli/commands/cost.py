@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from pydantic import ValidationError
-
-from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster, Unseen, unless_refused
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
+from finetune_cli.jobs.profiles import read_profile
+from finetune_cli.jobs.progress import device_seconds
 from finetune_cli.jobs.seen import SeenJob
-from finetune_cli.jobs.usage import UNKNOWN, Usage, usage_of_accounts, usage_of_jobs
 from finetune_cli.render.columns import figure, table
-from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.names import API_VERSION, PROFILE_PLURAL
-from finetune_operator.decide.usage_labels import JobLabels
 
-_ACCOUNTS_LABEL = "finetune.dev/accounts=true"
+UNKNOWN = "-"
+"""Shown in place of a label or method that a job does not have."""
 _LABEL = "label:"
 _OF_JOBS: dict[str, Callable[[SeenJob], str]] = {
     "team": lambda job: job.team,
@@ -29,92 +26,88 @@ _OF_JOBS: dict[str, Callable[[SeenJob], str]] = {
     "profile": lambda job: job.profile,
     "method": lambda job: documents.text(job.spec, "method", "type") or UNKNOWN,
 }
-_OF_ACCOUNTS: dict[str, Callable[[JobLabels], str]] = {
-    "team": lambda labels: labels.team,
-    "namespace": lambda labels: labels.namespace,
-    "profile": lambda labels: labels.profile,
-    "method": lambda labels: labels.method,
-}
+_SOURCE = "of the jobs that exist; Prometheus also has those of deleted jobs\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Usage of one team, namespace or label."""
+
+    name: str
+    gpu_hours: float = 0.0
+    productive_hours: float | None = None
+    """GPU hours whose work a checkpoint or a finished training kept; None: no attempt of these jobs has ended."""
+    jobs: int | None = None
+    """Number of jobs; None: not counted."""
+    cost: float | None = None
+    """Cost in the currency of the profiles' prices; None: no price is known."""
+
+
+def usage_of_jobs(
+    jobs: Iterable[SeenJob], key: Callable[[SeenJob], str], prices: Mapping[str, float | None], now: datetime
+) -> list[Usage]:
+    """Add up the usage of jobs for each `key`, the largest first.
+
+    `prices`: name of the profile -> price of one GPU for an hour. Jobs of other profiles, such as those without GPUs, are left
+    out.
+    """
+    usages: dict[str, Usage] = {}
+    for job in jobs:
+        if job.profile not in prices:
+            continue
+        before = usages.get(key(job)) or Usage(key(job), jobs=0)
+        hours, price, counted = device_seconds(job, now) / 3600, prices[job.profile], job.status.gpu_seconds
+        cost = before.cost if price is None else (before.cost or 0.0) + hours * price
+        kept = before.productive_hours if counted is None else (before.productive_hours or 0.0) + counted.productive / 3600
+        usages[key(job)] = Usage(before.name, before.gpu_hours + hours, kept, (before.jobs or 0) + 1, cost)
+    return sorted(usages.values(), key=lambda each: (-each.gpu_hours, each.name))
 
 
 @dataclass(frozen=True)
 class Bill:
-    """The answer."""
+    """Usage by team, namespace, profile, method or label."""
 
     by: str
-    source: str
-    """The source of the figures, in words."""
     rows: list[Usage]
     notes: list[str]
     """Notes on what is missing, and why."""
 
 
 def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
-    """Compute usage from the operator's accounts, or from statuses if those may not be read or have no such label.
-
-    Raises LocalError.
-    """
+    """Compute usage from the statuses of the jobs that exist. Raises LocalError."""
     if by not in _OF_JOBS and not (by.startswith(_LABEL) and len(by) > len(_LABEL)):
         raise LocalError(f"--by: {by!r} is none of {', '.join(_OF_JOBS)} and {_LABEL}KEY; write one of them")
     notes: list[str] = []
-    if by in _OF_ACCOUNTS:
-        accounts = unless_refused(lambda: _accounts(cluster))
-        if not isinstance(accounts, Unseen):
-            rows = usage_of_accounts(accounts, _OF_ACCOUNTS[by], None if everywhere else cluster.namespace)
-            return Bill(by, "the operator's accounts, deleted jobs included", rows, notes)
-        notes.append(f"the operator's accounts were not read: {accounts.reason}")
-    prices = unless_refused(lambda: _prices(cluster))
+    prices = unless_refused(lambda: _prices(cluster, notes))
     jobs = cluster.jobs(everywhere=everywhere)
     if isinstance(prices, Unseen):
         notes.append(f"no prices, and hours of CPU ranks count like those of GPUs: {prices.reason}")
         prices = {job.profile: None for job in jobs}
     key = _OF_JOBS.get(by) or (lambda job: job.labels.get(by.removeprefix(_LABEL), UNKNOWN))
-    return Bill(by, "the statuses of jobs that still exist", usage_of_jobs(jobs, key, prices, now), notes)
+    return Bill(by, usage_of_jobs(jobs, key, prices, now), notes)
 
 
-def _accounts(cluster: Cluster) -> list[tuple[JobLabels, Mapping[str, float]]]:
-    from finetune_operator.cluster.ledger import read_ledger
-
-    documents_found = cluster.list("v1", "configmaps", "", _ACCOUNTS_LABEL)
-    if not documents_found:
-        raise ClusterError("there is no ConfigMap of accounts: no operator of this release has counted anything yet")
-    found: list[tuple[JobLabels, Mapping[str, float]]] = []
-    for document in documents_found:
-        try:
-            ledger = read_ledger(dict(document))
-        except ValueError as error:
-            raise ClusterError("the accounts are not those of this release of `finetune`") from error
-        found += [(group.labels, group.totals.gpu_seconds) for group in ledger.groups]
-        found += [(account.labels, account.gpu_seconds) for account in ledger.jobs.values()]
-    return found
-
-
-def _prices(cluster: Cluster) -> dict[str, float | None]:
-    """Price of one GPU for an hour, by name of each profile with GPUs."""
+def _prices(cluster: Cluster, notes: list[str]) -> dict[str, float | None]:
+    """Return the price of one GPU for an hour, by the name of each profile with GPUs. Add a note on each unreadable profile."""
     found: dict[str, float | None] = {}
     for document in cluster.list(API_VERSION, PROFILE_PLURAL, ""):
-        try:
-            spec = FineTuneProfileSpec.model_validate(documents.value(document, "spec"))
-        except ValidationError:
-            continue
-        if spec.gpu is not None:
-            found[documents.text(document, "metadata", "name")] = documents.decimal(spec.gpu.price_per_hour or "")
+        name, spec = documents.text(document, "metadata", "name"), read_profile(documents.value(document, "spec"))
+        if isinstance(spec, str):
+            notes.append(f"jobs of the profile {name} are left out, because this release cannot read it: {spec}")
+        elif spec.gpu is not None:
+            found[name] = documents.decimal(spec.gpu.price_per_hour or "")
     return found
 
 
 def bill_text(bill: Bill) -> str:
-    """A row for each, the dearest first, and the sum."""
-    rows = [_cells(each) for each in bill.rows]
-    total = Usage("all", sum(each.gpu_hours for each in bill.rows), None, None, _total_cost(bill.rows))
-    header = (
-        bill.by.removeprefix(_LABEL) if bill.by.startswith(_LABEL) else bill.by.upper(),
-        "GPU HOURS",
-        "KEPT",
-        "JOBS",
-        "COST",
-    )
-    notes = "".join(f"note: {plain(each)}\n" for each in bill.notes)
-    return table(header, [*rows, _cells(total)]) + f"from {bill.source}\n{notes}"
+    """Write a table of the bill's rows, in their order, and their sum."""
+    rows = [_cells(row) for row in bill.rows]
+    costs = [row.cost for row in bill.rows if row.cost is not None]
+    total = Usage("all", sum(row.gpu_hours for row in bill.rows), None, None, sum(costs) if costs else None)
+    subject = bill.by.removeprefix(_LABEL) if bill.by.startswith(_LABEL) else bill.by.upper()
+    notes = "".join(f"note: {plain(note)}\n" for note in bill.notes)
+    header = (subject, "GPU HOURS", "KEPT", "JOBS", "COST")
+    return table(header, [*rows, _cells(total)]) + _SOURCE + notes
 
 
 def _cells(each: Usage) -> tuple[str, ...]:
@@ -123,25 +116,19 @@ def _cells(each: Usage) -> tuple[str, ...]:
     return plain(each.name, 60), f"{each.gpu_hours:.2f}", figure(kept, ".0%"), jobs, figure(each.cost, ".2f")
 
 
-def _total_cost(rows: Sequence[Usage]) -> float | None:
-    known = [each.cost for each in rows if each.cost is not None]
-    return sum(known) if known else None
-
-
 def bill_document(bill: Bill) -> dict[str, Any]:
-    """The bill as data."""
+    """Return the bill as data."""
     return {
         "by": bill.by,
-        "source": bill.source,
         "notes": bill.notes,
         "rows": [
             {
-                "name": each.name,
-                "gpuHours": each.gpu_hours,
-                "productiveHours": each.productive_hours,
-                "jobs": each.jobs,
-                "cost": each.cost,
+                "name": row.name,
+                "gpuHours": row.gpu_hours,
+                "productiveHours": row.productive_hours,
+                "jobs": row.jobs,
+                "cost": row.cost,
             }
-            for each in bill.rows
+            for row in bill.rows
         ],
     }

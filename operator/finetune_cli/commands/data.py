@@ -1,20 +1,23 @@
-"""`finetune data`: the first records of a job as training will see them; and what `validate` and `run` say of them."""
+"""`finetune data`: shows a job's first records as training will see them. Also here: the findings of `validate` on them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, Report, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_cli.local.claims import LOCAL_UID, ClaimUse, check_given, claim_directories, claims_of
+from finetune_cli.local.claims import LOCAL_UID, check_given, claim_directories, claims_of
 from finetune_cli.local.look import FIRST_JUDGED, Look, look
 from finetune_job.api.job import FineTuneJob
 from finetune_job.device import LARGE_ON_CPU, large_on_cpu
 from finetune_job.finding import Finding
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from finetune_memory.describe import experts_told, number_of_weights
+from finetune_memory.model_shape import UnknownModelError
 
 
 def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, shown: int, limit: int) -> Look | Report:
@@ -39,24 +42,29 @@ def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, sho
 
 @dataclass(frozen=True)
 class FirstRecords:
-    """The models and first records of jobs, as far as they are on this machine."""
+    """The models and first records of jobs, if they are on this machine."""
 
     claims: Path
-    """Holds a directory for each claim."""
+    """Directory that holds a directory for each claim."""
     claim_paths: Mapping[str, Path]
     """Directories of claims that are elsewhere."""
     is_given: bool
-    """The user said where the claims are, so that what they lack is a finding; else nothing that is missing is."""
+    """Whether the user said where the claims are. If so, missing files are findings."""
 
     def judged(self, report: Report, say: Callable[[str], None]) -> Report:
-        """Add the findings of the first records of accepted jobs to a report.
+        """Add the findings on the first records of accepted jobs to a report.
 
-        Records that cannot be read are reported with `say` if the claims were not named; else it raises LocalError.
+        Raises LocalError for unreadable records if the user named the claims; otherwise only reports them with `say`.
         """
         plans = [None if verdict.job is None else _plan_here(verdict.job) for verdict in report.verdicts]
-        # A job that cannot be read may name any claim.
+        # A job that cannot be parsed may use any of the given claims, so they are not checked.
         if any(plans) and all(verdict.outcome is not DocumentOutcome.UNUSABLE for verdict in report.verdicts):
-            _check_given([use for plan in plans if plan is not None for use in claims_of(plan)], self.claim_paths)
+            uses = [use for plan in plans if plan is not None for use in claims_of(plan)]
+            check_given(list({use.name: use for use in uses}.values()), self.claim_paths)
+            inputs = {use.name for use in uses if use.is_input}
+            for name, place in self.claim_paths.items():
+                if name in inputs and not place.is_dir():
+                    raise LocalError(f"--claim {name}={place}: this directory does not exist; correct the path")
         accepted = {
             number: plan
             for number, (verdict, plan) in enumerate(zip(report.verdicts, plans, strict=True))
@@ -77,7 +85,7 @@ class FirstRecords:
         return Report(tuple(verdicts))
 
     def findings(self, job: FineTuneJob) -> tuple[Finding, ...]:
-        """Findings of the first records of an accepted job; none if they cannot be read, which `judged` reports."""
+        """Return the findings on the first records of an accepted job; none for unreadable records, which `judged` reports."""
         plan = _plan_here(job)
         try:
             return self._look(plan, local_claims(plan, self.claims, self.claim_paths)).findings
@@ -85,13 +93,18 @@ class FirstRecords:
             return ()
 
     def _absent(self, jobs: Sequence[tuple[str, RunPlan]]) -> list[str]:
-        """Claims of models and data that are not on this machine, in words. Raises LocalError if none is."""
+        """Describe the claims of models and data that are missing on this machine. Raises LocalError if all are missing."""
         told, is_any_here = [], False
         for name, plan in jobs:
-            inputs = [use for use in claims_of(plan) if use.is_input]
-            places = claim_directories(inputs, self.claims, self.claim_paths)
+            uses = claims_of(plan)
+            places = claim_directories(uses, self.claims, self.claim_paths)
+            for use in uses:
+                if places[use.name].exists() and not places[use.name].is_dir():
+                    raise LocalError(
+                        f"{use.field}: claim {use.name} is {places[use.name]}, which is a file; give a directory, or move it away"
+                    )
+            inputs = [use for use in uses if use.is_input]
             absent = [use for use in inputs if not places[use.name].is_dir()]
-            _require_directories(claims_of(plan), claim_directories(claims_of(plan), self.claims, self.claim_paths))
             is_any_here = is_any_here or len(absent) < len(inputs)
             told += [
                 (name, use, f"{use.field}: claim {use.name} is the directory {places[use.name]}, which does not exist")
@@ -106,7 +119,7 @@ class FirstRecords:
         directories = local_claims(plan, self.claims, self.claim_paths)
         seen = self._look(plan, directories)
         outcome = DocumentOutcome.REFUSED if seen.is_refused else verdict.outcome
-        findings = (*verdict.findings, *_too_large(verdict, plan, directories), *_experts(plan, directories), *seen.findings)
+        findings = (*verdict.findings, *_of_model_files(verdict, plan, directories), *seen.findings)
         return replace(verdict, outcome=outcome, findings=findings)
 
     def _look(self, plan: RunPlan, directories: Mapping[str, Path]) -> Look:
@@ -117,63 +130,31 @@ class FirstRecords:
 
 
 def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> dict[str, Path]:
-    """Directories of the plan's claims that are on this machine."""
+    """Return the directories of those claims of a plan that are on this machine."""
     found = claim_directories(claims_of(plan), claims, claim_paths)
     return {name: place for name, place in found.items() if place.is_dir()}
 
 
-def _require_directories(uses: Sequence[ClaimUse], places: Mapping[str, Path]) -> None:
-    """Raises LocalError if a file is in the place of a claim."""
-    for use in uses:
-        if places[use.name].exists() and not places[use.name].is_dir():
-            raise LocalError(
-                f"{use.field}: claim {use.name} is {places[use.name]}, which is a file; give a directory, or move it away"
-            )
-
-
-def _check_given(uses: Sequence[ClaimUse], claim_paths: Mapping[str, Path]) -> None:
-    """Raises LocalError if the directory of an input is not there, or is given for a claim that no job names."""
-    check_given(list({use.name: use for use in uses}.values()), claim_paths)
-    for use in uses:
-        if use.is_input and use.name in claim_paths and not claim_paths[use.name].is_dir():
-            raise LocalError(f"--claim {use.name}={claim_paths[use.name]}: this directory does not exist; correct the path")
-
-
-def _too_large(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
-    """A warning by the model's files, if its name did not tell that it is too large for CPU cores."""
-    location, is_told = plan.model.location, any(finding.rule == LARGE_ON_CPU for finding in verdict.findings)
+def _of_model_files(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
+    """Warn if the model's files are too large for CPU cores, or if QLoRA packs little of a mixture of experts."""
+    location = plan.model.location
+    if location.claim not in directories:
+        return []
+    model, findings = directories[location.claim] / location.path, list[Finding | None]()
     placement = None if verdict.plan is None else verdict.plan.placement
     is_on_cpu = placement is not None and placement.gpu_resource_name is None
-    if verdict.plan is None or is_told or not is_on_cpu or location.claim not in directories:
-        return []
-    # They take as long to load as all the rest, and most profiles name a GPU.
-    from finetune_memory.describe import number_of_weights
-    from finetune_memory.model_shape import UnknownModelError
-
-    try:
-        found = large_on_cpu(verdict.plan, number_of_weights(directories[location.claim] / location.path))
-    except (UnknownModelError, ValueError):  # of which others tell
-        return []
-    return [] if found is None else [found]
-
-
-def _experts(plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
-    """A warning if QLoRA packs little of a mixture of experts."""
-    location = plan.model.location
-    if plan.method.quantization is None or location.claim not in directories:
-        return []
-    from finetune_memory.describe import experts_told
-    from finetune_memory.model_shape import UnknownModelError
-
-    try:
-        found = experts_told(plan, directories[location.claim] / location.path)
-    except (UnknownModelError, ValueError):  # of which others tell
-        return []
-    return [] if found is None else [found]
+    # Other checks report a model that cannot be read.
+    with suppress(UnknownModelError, ValueError):
+        if verdict.plan is not None and is_on_cpu and all(finding.rule != LARGE_ON_CPU for finding in verdict.findings):
+            findings.append(large_on_cpu(verdict.plan, number_of_weights(model)))
+    with suppress(UnknownModelError, ValueError):
+        if plan.method.quantization is not None:
+            findings.append(experts_told(plan, model))
+    return [finding for finding in findings if finding is not None]
 
 
 def _plan_here(job: FineTuneJob) -> RunPlan:
-    """The plan of a run on this machine, whose fetched sources are looked at."""
+    """Return the plan of a local run of this job: an earlier such run may have put the sources where this plan expects them."""
     return resolve(JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID), job.spec, profile=None)
 
 

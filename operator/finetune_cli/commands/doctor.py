@@ -1,4 +1,4 @@
-"""`finetune doctor`: whether a cluster has what FineTuneJobs need, and what is printed of it."""
+"""`finetune doctor`: whether a cluster has what FineTuneJobs need."""
 
 from __future__ import annotations
 
@@ -13,39 +13,37 @@ from finetune_cli.render.verdicts import labelled
 from finetune_job.api.profile import FineTuneProfileSpec
 
 
-def examine(
-    *, context: str | None, namespace: str, profile: str, image: str | None, probe: bool, seconds: int
-) -> tuple[ClusterFacts, list[Check]]:
-    """Read the facts of a cluster and judge them. `image` replaces the profile's in the network probe. Raises LocalError."""
+def examine(*, context: str | None, namespace: str, profile: str, probe: bool, seconds: int) -> tuple[ClusterFacts, list[Check]]:
+    """Read and judge the facts of a cluster. Raises LocalError."""
     client = ClusterClient(context)
     with Interruption(stopping="the two pods and their policies are deleted") as interruption:
 
         def probed(profile_spec: FineTuneProfileSpec | None) -> NetworkProbe | UnknownFact:
-            if profile_spec is None and image is None:
-                return UnknownFact("the network probe needs an image with Python: a readable profile, or --image")
-            settings = profile_spec or FineTuneProfileSpec(trainer_image=image or "")
-            chosen = settings if image is None else settings.model_copy(update={"trainer_image": image})
-            return probe_network(client, namespace, chosen, seconds, interruption)
+            if profile_spec is None:
+                return UnknownFact("the network probe runs the image of the profile, which could not be read")
+            return probe_network(client, namespace, profile_spec, seconds, interruption)
 
         facts = read_facts(client, namespace, profile, probed if probe else None)
     return facts, judge(facts)
 
 
 def doctor_document(facts: ClusterFacts, checks: list[Check]) -> dict[str, Any]:
-    """The answer as plain data."""
+    """Return the answer as plain data."""
     return {
         "namespace": facts.namespace,
         "profile": facts.profile_name,
         "healthy": exit_code(checks) == 0,
-        "checks": [{"id": one.id.value, "outcome": one.outcome.value, "message": one.message, "fix": one.fix} for one in checks],
+        "checks": [
+            {"id": check.id.value, "outcome": check.outcome.value, "message": check.message, "fix": check.fix} for check in checks
+        ],
     }
 
 
 def doctor_text(checks: list[Check]) -> str:
-    """The answer for a person."""
+    """Return the answer as text."""
     lines = []
-    for one in checks:
-        lines.append(f"{one.outcome:8} {one.id}: {one.message}")
-        if one.fix:
-            lines.append(labelled("fix", one.fix))
+    for check in checks:
+        lines.append(f"{check.outcome:8} {check.id}: {check.message}")
+        if check.fix:
+            lines.append(labelled("fix", check.fix))
     return "\n".join(lines) + "\n"

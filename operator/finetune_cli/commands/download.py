@@ -1,4 +1,4 @@
-"""`finetune download`: the results of a job from its claim to this machine, each file proven by the list that came with them."""
+"""`finetune download`: copies the results of a job from their claim, and checks each file against SHA256SUMS."""
 
 from __future__ import annotations
 
@@ -6,34 +6,27 @@ import hashlib
 import re
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any
 
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster
 from finetune_cli.cluster.reader_pod import workspace_of
-from finetune_cli.cluster.results_pod import running_pod
+from finetune_cli.cluster.results_pod import ResultsPod, running_pod
 from finetune_cli.exit_codes import ExitCode, LocalError
+from finetune_cli.jobs import documents
 from finetune_cli.jobs.plain import plain
 from finetune_job.layout import OutputLayout
 
 LIST_NAME = OutputLayout(Path()).checksums.name
 MOST_BREAKS = 5
-"""Connections in a row that bring nothing new of a file."""
+"""Number of connections in a row that break without new bytes of a file before the command gives up."""
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
 _READ_BYTES = 1 << 20
 _PARTIAL = ".part"
-"""Ends the name of a file whose bytes are still coming; the next call continues it."""
-
-
-class ResultSource(Protocol):
-    """A source of result files."""
-
-    def listing(self) -> Mapping[str, Any]: ...
-
-    def content(self, name: str, offset: int) -> Any: ...
+"""Suffix of a file that is not complete yet; the next call continues it."""
 
 
 @dataclass(frozen=True)
@@ -43,30 +36,30 @@ class Downloaded:
     directory: Path
     files: int
     bytes: int
-    """Bytes that were sent; files that existed already were not."""
+    """Bytes that were sent; files that existed already are not counted."""
 
     def text(self) -> str:
-        """The answer for a person."""
+        """Return the answer as text."""
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
         return f"{self.directory}: {files}, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
 
     def document(self) -> dict[str, Any]:
-        """The answer for a program."""
+        """Return the answer as data."""
         return {"directory": str(self.directory), "files": self.files, "bytesSent": self.bytes}
 
 
 @dataclass(frozen=True)
 class Listener:
-    """The listener to a copy."""
+    """Functions with which a copy reports to the user and learns that the user has stopped it."""
 
     told: Callable[[str], None]
-    """Hears which file comes."""
+    """Is called with the name of each file before it is copied."""
     stopped: Callable[[], bool]
-    """Whether the user has ended it."""
+    """Whether the user has stopped the copy."""
 
 
 def download(cluster: Cluster, name: str, directory: Path, seconds: int, listener: Listener) -> Downloaded:
-    """Bring the results of a job that are on a claim, within so many seconds. Call it again to continue.
+    """Copy the results of a job from their claim, within `seconds`. Call it again to continue.
 
     Raises ClusterError, LocalError.
     """
@@ -74,12 +67,12 @@ def download(cluster: Cluster, name: str, directory: Path, seconds: int, listene
     access = workspace_of(cluster, job)
     if access.published_at:
         raise LocalError(f"{job.title}: its results are published at {access.published_at}; read them from there")
-    with running_pod(cluster, job, access.of_results(), seconds) as pod:
+    with running_pod(cluster, job, access, seconds) as pod:
         return bring(pod, directory, listener)
 
 
-def bring(source: ResultSource, directory: Path, listener: Listener) -> Downloaded:
-    """Copy all files of the list, and the list last. Raises ClusterError, LocalError."""
+def bring(source: ResultsPod, directory: Path, listener: Listener) -> Downloaded:
+    """Copy all files that SHA256SUMS names, then SHA256SUMS itself. Raises ClusterError, LocalError."""
     listing = source.listing()
     text = listing.get("sums")
     if not isinstance(text, str):
@@ -87,13 +80,16 @@ def bring(source: ResultSource, directory: Path, listener: Listener) -> Download
             f"there is no {LIST_NAME}, so the results are not complete; wait for the job: it is written last", ExitCode.REFUSED
         )
     digests = parse_list(text)
-    sizes = {name: size for name, size in _mapping(listing.get("sizes")).items() if isinstance(size, int)}
+    sizes = {name: size for name, size in documents.part(listing, "sizes").items() if isinstance(size, int)}
     missing = sorted(set(digests) - set(sizes))
     if missing:
-        raise ClusterError(f"{plain(missing[0], 200)}: is named by {LIST_NAME} and is not there")
+        raise ClusterError(f"{plain(missing[0], 200)}: is named by {LIST_NAME}, but does not exist")
     sent = 0
     try:
-        _check_room(directory, sum(sizes[name] for name in digests))
+        directory.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(sizes[name] for name in digests), shutil.disk_usage(directory).free
+        if needed > free:
+            raise LocalError(f"{directory}: {needed} bytes are needed and {free} are free; name a directory with room")
         for name, sha256 in digests.items():
             listener.told(f"{name} ({sizes[name] / 1e6:.1f} MB)")
             sent += _bring_file(source, name, sha256, directory, listener)
@@ -106,8 +102,10 @@ def bring(source: ResultSource, directory: Path, listener: Listener) -> Download
 
 
 def parse_list(text: str) -> dict[str, str]:
-    """Name -> SHA-256. Raises ClusterError for a line of another form, for a name that leads out of the directory, and for one
-    under which the list itself or a part of another file is kept.
+    """Parse SHA256SUMS: map the name of each file to its SHA-256.
+
+    Raises ClusterError for a malformed line, for a name that leads out of the directory, and for a name that collides with
+    another file, with the partial copy of one, or with the list itself.
     """
     digests: dict[str, str] = {}
     for line in text.splitlines():
@@ -117,7 +115,7 @@ def parse_list(text: str) -> dict[str, str]:
         if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
             raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
         digests[name] = match["sha256"]
-    # Of names that differ, the paths may be the same: a//b, ./a/b.
+    # Different names may be the same path, such as a//b and ./a/b, so paths are counted instead of names.
     written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, digests)])
     parts = {path.with_name(f"{path.name}{_PARTIAL}") for path in written}
     for name in digests:
@@ -127,19 +125,8 @@ def parse_list(text: str) -> dict[str, str]:
     return digests
 
 
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _check_room(directory: Path, needed: int) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(directory).free
-    if needed > free:
-        raise LocalError(f"{directory}: {needed} bytes are needed and {free} are free; name a directory with room")
-
-
-def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, listener: Listener) -> int:
-    """The bytes that were sent for a file. Raises ClusterError, LocalError, OSError."""
+def _bring_file(source: ResultsPod, name: str, sha256: str, directory: Path, listener: Listener) -> int:
+    """Copy a file, and return how many bytes were sent. Raises ClusterError, LocalError, OSError."""
     target = directory / name
     partial = target.with_name(f"{target.name}{_PARTIAL}")
     if target.is_file() and _digest(target).hexdigest() == sha256:
@@ -159,7 +146,7 @@ def _bring_file(source: ResultSource, name: str, sha256: str, directory: Path, l
                     sent += len(chunk)
         except ClusterError as error:
             breaks = 0 if sent > before else breaks + 1
-            # An answer that stays as it is, such as a missing right, is no break of the connection.
+            # An error with a status, such as a missing permission, is not a broken connection, and would come again.
             if error.status is not None or breaks >= MOST_BREAKS:
                 raise
             continue

@@ -11,7 +11,7 @@ from finetune_cli.corrections.foreign import answer_without_value
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.render.explanations import Explained
 from finetune_job.api.documentation import Word, member_words, words
-from finetune_job.catalogue.book import ENTRIES, entry_by_id
+from finetune_job.catalogue.book import entries
 from finetune_job.chat_templates import TEMPLATE_FORMS
 from finetune_job.fields import FieldFacts, all_fields
 from finetune_job.names import Role
@@ -19,34 +19,42 @@ from finetune_job.rules.book import RULES, rule_by_id
 from finetune_job.rules.cel.condition import TRANSITIONS
 
 MAX_SUGGESTIONS = 3
-"""Most suggestions for an unknown word."""
+"""Maximum number of suggestions for an unknown word."""
 _CHECK = "check of finetune doctor"
 _TEMPLATE = "spec.data.chatTemplate"
 
 
 def explain(asked: str) -> list[Explained]:
-    """Find everything that a word stands for; empty if it stands for nothing.
+    """Find everything that a word means; empty if it is unknown.
 
-    asked: the id of a finding, a failure class with or without the role that it is reported of (`train/NonFinite`), an exit code,
-    a word of status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune
-    doctor`, a value that a field takes, or a field by its path, the end of its path, or its name in another tool; in any case,
-    with `-`, `_` or blanks in ids.
+    asked: the id of a finding, a failure class with or without the role that reports it (`train/NonFinite`), an exit code, a word
+    of a status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune doctor`,
+    a value of a field, or a field by its path, the end of its path, or its name in another tool. Upper and lower case are the
+    same, and so are `-`, `_` and spaces in ids.
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
-    meanings = [*_findings(_as_id(word)), *(each for each in _words() if each.text.casefold() in (word.casefold(), _as_id(word)))]
-    # Of all words only checks have the names of fields; words of the status are told as such.
-    if not all(isinstance(each, Word) and each.kind == _CHECK for each in meanings):
+    identifier = _as_id(word)
+    meanings: list[Explained] = [each for each in (rule_by_id(identifier), entries().get(identifier)) if each is not None]
+    meanings += [transition for transition in TRANSITIONS if transition.rule == identifier]
+    meanings += [each for each in _words() if each.text.casefold() in (word.casefold(), identifier)]
+    # Only checks share their names with fields. Any other known word is not looked up among the fields.
+    if not all(isinstance(meaning, Word) and meaning.kind == _CHECK for meaning in meanings):
         return [*meanings, *_values(word, "spec.")]
-    fields = _fields(word)
-    return [*meanings, *fields, *_values(word), *([] if meanings or fields else _of_another_tool(word))]
+    # Fields of this path, or, if there is none, fields whose path ends with it.
+    path = _path(word)
+    fields = [field for field in all_fields() if _path(field.path) == path]
+    fields = fields or [field for field in all_fields() if f".{_path(field.path)}".endswith(f".{path}")]
+    of_another_tool = "" if meanings or fields else answer_without_value(word)
+    others = [Word(word, "setting of other tools", of_another_tool)] if of_another_tool else []
+    return [*meanings, *fields, *_values(word), *others]
 
 
 def nearest(asked: str) -> list[str]:
-    """The known words that are most like an unknown one; for a path those of fields alone."""
-    fields = {form: each.path for each in all_fields() for form in _forms(each)}
-    ids = [*(rule.id for rule in RULES), *(entry.id for entry in ENTRIES), *(each.rule for each in TRANSITIONS)]
-    known = {text.casefold(): text for text in [*ids, *(each.text for each in _words())] if not text.isdigit()}
+    """Return the known words that are most similar to an unknown word; for a path, only fields."""
+    fields = {_path(form): field.path for field in all_fields() for form in (field.path, field.path.rpartition(".")[2])}
+    ids = [*(rule.id for rule in RULES), *entries(), *(transition.rule for transition in TRANSITIONS)]
+    known = {text.casefold(): text for text in [*ids, *(word.text for word in _words())] if not text.isdigit()}
     known = fields if "." in asked else fields | known
     candidates = [
         near
@@ -54,11 +62,6 @@ def nearest(asked: str) -> list[str]:
         for near in difflib.get_close_matches(form, known, n=MAX_SUGGESTIONS)
     ]
     return list(dict.fromkeys(known[near] for near in candidates))[:MAX_SUGGESTIONS]
-
-
-def _findings(identifier: str) -> list[Explained]:
-    entries: list[Explained | None] = [rule_by_id(identifier), entry_by_id(identifier)]
-    return [each for each in (*entries, *(each for each in TRANSITIONS if each.rule == identifier)) if each is not None]
 
 
 def _words() -> tuple[Word, ...]:
@@ -71,15 +74,8 @@ def _words() -> tuple[Word, ...]:
     )
 
 
-def _fields(asked: str) -> list[FieldFacts]:
-    """Fields of this path, or, if there is none, fields whose path ends with it."""
-    path = _path(asked)
-    whole = [each for each in all_fields() if _path(each.path) == path]
-    return whole or [each for each in all_fields() if f".{_path(each.path)}".endswith(f".{path}")]
-
-
 def _values(asked: str, part: str = "") -> list[Word]:
-    """Values of fields of a part; each is listed once, with all fields that take it."""
+    """Find values of the fields whose path starts with `part`. Each value is listed once, with all fields that take it."""
     fields: dict[str, list[FieldFacts]] = {}
     for field in (each for each in all_fields() if each.path.startswith(part)):
         for value in field.values:
@@ -91,17 +87,8 @@ def _values(asked: str, part: str = "") -> list[Word]:
     ]
 
 
-def _of_another_tool(asked: str) -> list[Word]:
-    meaning = answer_without_value(asked)
-    return [Word(asked, "setting of other tools", meaning)] if meaning else []
-
-
-def _forms(field: FieldFacts) -> tuple[str, str]:
-    return _path(field.path), _path(field.path.rpartition(".")[2])
-
-
 def _path(asked: str) -> str:
-    """A path without indices of lists, and in one case."""
+    """Return a path without indices of lists, in lower case."""
     return re.sub(r"\[\d*\]", "", asked.strip().strip(".")).casefold()
 
 

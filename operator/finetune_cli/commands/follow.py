@@ -1,4 +1,4 @@
-"""Looks at jobs again and again: what changes in a list or in one job, and how long to wait for what."""
+"""Reads jobs repeatedly, until a job has changed, has ended, or has a condition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_job.reasons import ConditionType
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 30.0
 MOST_FAILURES = 8
-"""Answers in a row that the cluster may owe before a command gives up."""
+"""Number of failed requests in a row after which a command gives up."""
 _T = TypeVar("_T")
 
 
@@ -26,12 +26,10 @@ def repeatedly(
     until: Callable[[_T | None], bool],
     pause: Callable[[float], None] = time.sleep,
 ) -> Iterator[_T]:
-    """Yield what `read` returns, every two seconds until `until` accepts the latest (None: nothing yet).
+    """Yield what `read` returns, every two seconds, until `until` accepts the latest value (None: there is none yet).
 
-    If the cluster does not answer, try again, and report it once with `report`.
-
-    Raises ClusterError for an answer that stays as it is, such as a missing right, after `MOST_FAILURES` in a row, and where
-    `until` ends it before there was an answer.
+    If the cluster does not answer, report that once and try again. Raises ClusterError for an error that a retry cannot fix, such
+    as a missing permission; after `MOST_FAILURES` errors in a row; or if `until` accepts None before the first answer.
     """
     failures, latest = 0, None
     while True:
@@ -53,7 +51,7 @@ def repeatedly(
 
 
 def wanted_condition(text: str) -> ConditionType:
-    """The condition of `--for`: `Finished`, or as kubectl has it `condition=Finished`. Raises LocalError."""
+    """Parse the condition of `--for`: `Finished`, or `condition=Finished` as for kubectl. Raises LocalError."""
     name = text.removeprefix("condition=").removesuffix("=True")
     condition = next((kind for kind in ConditionType if kind.casefold() == name.casefold()), None)
     if condition is None:
@@ -62,7 +60,7 @@ def wanted_condition(text: str) -> ConditionType:
 
 
 def outcome(job: SeenJob, wanted: ConditionType) -> ExitCode | None:
-    """DONE once the condition is True, REFUSED once it cannot become so by itself; None while it may."""
+    """Return DONE if the condition is True, REFUSED if it will not become True by itself, and None otherwise."""
     conditions = job.status.conditions
     if is_condition_true(conditions, wanted):
         has_failed = wanted is ConditionType.FINISHED and job.phase != "Succeeded"
@@ -70,7 +68,7 @@ def outcome(job: SeenJob, wanted: ConditionType) -> ExitCode | None:
     if job.has_ended:
         return ExitCode.REFUSED
     stalled = find_condition(conditions, ConditionType.STALLED)
-    # A condition of an earlier spec says nothing of this one.
+    # A condition of an earlier spec says nothing about this one.
     is_current = stalled is not None and stalled.observed_generation >= job.generation
     return ExitCode.REFUSED if job.phase == "Stalled" and is_current else None
 

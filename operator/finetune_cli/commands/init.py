@@ -1,4 +1,4 @@
-"""`finetune init`: from a few answers to a manifest that validates."""
+"""`finetune init`: writes a valid manifest from a few answers."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _COMMIT = "Commit of {}, 40 digits (`{}` prints it)"
 _FORMAT = f"Format of the records ({', '.join(DataFormat)})"
 _NAME = "the manifest"
 HEAD = """\
-# A FineTuneJob. All that is not here has a default: `finetune explain spec.training` lists fields, and `finetune validate` says
-# what was chosen for them. The claims that it names must exist; on this machine they are directories below runs/claims.
+# A FineTuneJob. Every field left out has a default: `finetune explain spec.training` lists fields, and `finetune validate` says
+# what was chosen for them. The claims named here must exist; on this machine they are directories below runs/claims.
 """
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Answers that a manifest is made from; None: not given."""
+    """Answers from which a manifest is made; None: not given."""
 
     model: str | None
     data: str | None
@@ -53,17 +53,21 @@ class Answers:
 
 
 def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: bool) -> Answers:
-    """Ask for missing answers. Raises LocalError without a terminal."""
+    """Ask for missing answers. Raises LocalError if one is required and there is no terminal."""
     answers = given
     for field, (question, option) in _QUESTIONS.items():
         if getattr(answers, field) is None:
-            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
+            asked: dict[str, Any] = {field: _asked(question, option, is_terminal=is_terminal)}
+            answers = replace(answers, **asked)
     for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
         address = getattr(answers, source)
-        place = _on_hub(address)
-        if place is not None and getattr(answers, field) is None:
-            question = _COMMIT.format(address, commit_command(place))
-            answers = _with(answers, field, _asked(question, option, is_terminal=is_terminal))
+        try:
+            place = parse_source(address)
+        except ValueError:
+            continue  # validation refuses it
+        if isinstance(place, HubPath) and getattr(answers, field) is None:
+            asked = {field: _asked(_COMMIT.format(address, commit_command(place)), option, is_terminal=is_terminal)}
+            answers = replace(answers, **asked)
     if answers.devices is None:
         devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
         answers = replace(answers, devices=devices)
@@ -74,7 +78,7 @@ def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: boo
 
 
 def unseen(answers: Answers, records: FirstRecords | None) -> bool:
-    """Whether the data to train on is not on this machine."""
+    """Whether the training data is not on this machine."""
     try:
         place = parse_source(answers.data or "")
     except ValueError:
@@ -84,29 +88,17 @@ def unseen(answers: Answers, records: FirstRecords | None) -> bool:
     return not (records.claim_paths.get(place.claim, records.claims / place.claim) / place.path).exists()
 
 
-def _with(answers: Answers, field: str, value: str) -> Answers:
-    changes: dict[str, Any] = {field: value}
-    return replace(answers, **changes)
-
-
 def _asked(question: str, option: str, *, is_terminal: bool) -> str:
     if not is_terminal:
         raise LocalError(f"{option}: is missing ({question})")
     return str(typer.prompt(question, err=True)).strip()
 
 
-def _on_hub(address: str) -> HubPath | None:
-    """A repository on the Hub; None for another place, and for what is no address, which validation tells."""
-    try:
-        place = parse_source(address)
-    except ValueError:
-        return None
-    return place if isinstance(place, HubPath) else None
-
-
 def manifest_text(answers: Answers) -> tuple[str, Report]:
-    """The manifest, and what the rules say of it."""
-    name = answers.name or _name(answers.model or "")
+    """Write the manifest, and judge it by the rules."""
+    last = (answers.model or "").rstrip("/").rpartition("/")[2].lower()
+    stem = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[: MAX_JOB_NAME - len("-tuned")].rstrip("-")
+    name = answers.name or f"{stem or 'model'}-tuned"
     data: dict[str, Any] = {"source": answers.data, **({"format": answers.format} if answers.format else {})}
     model: dict[str, Any] = {"source": answers.model}
     for place, revision in ((model, answers.revision), (data, answers.data_revision)):
@@ -132,22 +124,17 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
 
 
 def made_for(text: str, records: FirstRecords) -> tuple[str, Report, list[str]]:
-    """An accepted manifest as the first records need it, what there is to say of both, and what was changed or not looked at, in
-    words. Raises LocalError.
+    """Adapt an accepted manifest to the first records. Raises LocalError.
+
+    Return the manifest, the report on it, and messages about what was changed or not looked at.
     """
     (fixed,) = fix([(_NAME, text)], records=records.findings)
     messages = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
     return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), messages.append), messages
 
 
-def _name(model: str) -> str:
-    """A job's name from the last part of an address."""
-    plain = re.sub(r"[^a-z0-9]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")
-    return f"{plain[: MAX_JOB_NAME - len('-tuned')].rstrip('-') or 'model'}-tuned"
-
-
 def write_new(file: Path, text: str) -> None:
-    """Raises LocalError if the file exists or cannot be written."""
+    """Write a new file. Raises LocalError if it exists or cannot be written."""
     try:
         with file.open("x") as opened:
             opened.write(text)

@@ -22,12 +22,12 @@ class CommandAnswer:
 
 
 def utc_now() -> datetime:
-    """The time, aware."""
+    """Return the time now, with its zone."""
     return datetime.now(UTC)
 
 
 def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str, *, everywhere: bool) -> CommandAnswer | None:
-    """The jobs that are not as they were `before` (resource versions by UID; None: all are shown); None if there is none."""
+    """Show the jobs that have changed; None if none has. before: resource versions by UID; None: all jobs are shown."""
     now, shown = utc_now(), [job for job in jobs if before is None or before.get(job.uid) != job.resource_version]
     if before is not None and not shown:
         return None
@@ -44,12 +44,11 @@ def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str,
 def status_answer(
     job: SeenJob, losses: list[float], checkpoints: Sequence[StoredCheckpoint] | None = None, *, is_watched: bool
 ) -> CommandAnswer:
-    """Say where a job is.
+    """Show the state of a job.
 
-    losses: those known so far; while the job is watched, its latest one is added. checkpoints: None if the workspace was not
-    read.
+    losses: all that are known; the latest is appended if the job is watched. checkpoints: None: the workspace was not read.
     """
-    # The policies of failures, which a list has no use for.
+    # These imports are slow, and `list` does not need them.
     from finetune_cli.jobs.diagnosis import diagnose
     from finetune_cli.render.job_status import status_document, status_text
 

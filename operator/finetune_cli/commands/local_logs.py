@@ -1,4 +1,4 @@
-"""`finetune logs` of a run on this machine: what its roles have written, which is kept in the run's directory."""
+"""`finetune logs` of a run on this machine, from the output of its roles in the run's directory."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _POLL_SECONDS = 0.2
 _MOST_LINE_BYTES = 1 << 20
 
 
-def local_log_lines(run: KnownRun, request: LogRequest, *, tail: int | None, follow: bool) -> Iterator[str]:
-    """Harmless lines of one attempt. follow: wait for more until nothing works on the run. Raises LocalError."""
+def local_log_lines(run: KnownRun, request: LogRequest) -> Iterator[str]:
+    """Yield the escaped lines of one attempt; with `follow`, until no process works on the run. Raises LocalError."""
     path = run.place.output(*_attempt(run, request))
     try:
         with path.open("rb") as file:
-            is_over = not follow or holder_of(run.place) is None
-            yield from deque(_lines(file, request.rank, is_over=is_over), maxlen=tail)
+            is_over = not request.follow or holder_of(run.place) is None
+            yield from deque(_lines(file, request.rank, is_over=is_over), maxlen=request.tail)
             while not is_over:
                 time.sleep(_POLL_SECONDS)
                 is_over = holder_of(run.place) is None
@@ -35,7 +35,7 @@ def local_log_lines(run: KnownRun, request: LogRequest, *, tail: int | None, fol
 
 
 def _lines(file: IO[bytes], rank: int | None, *, is_over: bool) -> Iterator[str]:
-    """Lines from here on that are complete, and the last one, too, if the file is no longer written."""
+    """Yield the complete lines from here to the end, and an incomplete last one if the file is no longer written."""
     while line := file.readline(_MOST_LINE_BYTES):
         if not is_over and not line.endswith(b"\n") and len(line) < _MOST_LINE_BYTES:
             file.seek(-len(line), 1)
@@ -46,7 +46,7 @@ def _lines(file: IO[bytes], rank: int | None, *, is_over: bool) -> Iterator[str]
 
 
 def _attempt(run: KnownRun, request: LogRequest) -> tuple[Role, int]:
-    """The one that is asked for: by default the latest of the current stage, or of the latest stage that was tried."""
+    """Return stage and number of the attempt; by default, the latest of the current stage, or of the last stage tried."""
     tried = [role for role in Role if run.record.next_attempt.get(role, 0)]
     stage = request.stage or run.record.stage or (tried[-1] if tried else Role.FETCH)
     attempts = [number for number in range(run.record.next_attempt.get(stage, 0)) if run.place.output(stage, number).is_file()]
@@ -68,5 +68,5 @@ def _has_failed(run: KnownRun, stage: Role, attempt: int) -> bool:
         report = None
     if report is not None:
         return report.outcome is not Outcome.SUCCEEDED
-    # It runs, or has ended without a word.
+    # The attempt is running, or has ended without a report.
     return run.holder is None or attempt + 1 < run.record.next_attempt[stage]

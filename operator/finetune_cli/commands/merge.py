@@ -1,21 +1,19 @@
-"""`finetune merge`: adapters and a base on disk -> a merged model, verified, in another directory; and what is printed of it."""
+"""`finetune merge`: merges adapters and a base on disk into a verified model in another directory."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, SpinnerColumn, TextColumn, TimeElapsedColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
 
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.programs import MergeEnd, MergeOrder, merge_directories
-from finetune_cli.render.run import row_lines, verification_rows
-from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
+from finetune_cli.render.run import View, row_lines, verification_rows
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS
 from finetune_job.api.base import SIZE_PATTERN
 from finetune_job.api.method import QuantizationSpec
 
@@ -29,7 +27,7 @@ _HEADS = {
 
 
 def merge(order: MergeOrder, console: Console) -> MergeEnd:
-    """Merge, and show on the console how far it is. Raises LocalError."""
+    """Merge, and show the progress on the console. Raises LocalError."""
     check_order(order)
     check_trainer()
     with MergeView(console) as view, Interruption() as interruption:
@@ -38,8 +36,9 @@ def merge(order: MergeOrder, console: Console) -> MergeEnd:
 
 
 def check_order(order: MergeOrder) -> None:
-    """Raises LocalError if the arguments alone show that this cannot work."""
-    inputs = [("--base", order.base, "config.json"), *(("--adapter", one, "adapter_config.json") for one in order.adapters)]
+    """Check the arguments. Raises LocalError if they alone show that the merge cannot work."""
+    adapters = [("--adapter", adapter, "adapter_config.json") for adapter in order.adapters]
+    inputs = [("--base", order.base, "config.json"), *adapters]
     for option, directory, file in inputs:
         if not (directory / file).is_file():
             raise LocalError(f"{option} {directory}: is not a directory with {file}; give what save_pretrained has written")
@@ -56,58 +55,35 @@ def check_order(order: MergeOrder) -> None:
             raise LocalError(
                 f"--quantization {order.quantization}: {error}; write it as spec.method.quantization of a job"
             ) from error
+    output = order.output.resolve()
     for option, directory, _ in inputs:
-        if _is_within(order.output, directory) or _is_within(directory, order.output):
+        if output.is_relative_to(directory.resolve()) or directory.resolve().is_relative_to(output):
             raise LocalError(f"--output {order.output}: it overlaps with {option} {directory}; write to another directory")
 
 
-def _is_within(inner: Path, outer: Path) -> bool:
-    return inner.resolve().is_relative_to(outer.resolve())
-
-
-class MergeView:
-    """A bar of bytes on a terminal; in a file a line for each stage, and one at least every half minute."""
+class MergeView(View):
+    """Shows a bar of written bytes on a terminal, and a line for each stage in a file."""
 
     def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
-        self._console = console
-        # Asked once: a terminal may go away in the meantime, and what was begun has to be ended.
-        self._draws = console.is_terminal
-        self._signs = SignsOfLife(self._print, silence_seconds=silence_seconds)
+        facts = (DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *facts)
+        super().__init__(console, columns, silence_seconds=silence_seconds)
         self._stage = ""
-        self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
         self._task = self._bars.add_task("reading headers", total=None)
 
-    def __enter__(self) -> MergeView:
-        if self._draws:
-            self._bars.start()
-        else:
-            self._signs.__enter__()
+    def __enter__(self) -> Self:
+        super().__enter__()
         self.begins("reading headers")
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        if self._draws:
-            self._bars.stop()
-        else:
-            self._signs.__exit__(*exception)
-
     def progressed(self, written: int, total: int) -> None:
-        """So many bytes of so many are written."""
+        """Show how many of all bytes are written."""
         self.begins("merging")
         self._signs.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
         self._bars.update(self._task, completed=written, total=total)
 
     def begins(self, stage: str) -> None:
-        """Note that this step begins."""
+        """Show that a stage begins, unless it is the current one."""
         if stage == self._stage:
             return
         self._stage = stage
@@ -115,10 +91,6 @@ class MergeView:
         if not self._draws:
             self._print(stage)
         self._signs.doing(stage)
-
-    def _print(self, text: str) -> None:
-        self._signs.spoken()
-        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def merge_text(end: MergeEnd, order: MergeOrder) -> str:
@@ -135,18 +107,15 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     if "verification_page" in report:
         rows.append(("report", str(report["verification_page"])))
     if report.get("left_out"):
-        rows.append(("left out", f"{', '.join(map(str, report['left_out']))}: next to the base, and no part of it by its index"))
-    rows += _figures(report)
+        rows.append(
+            ("left out", f"{', '.join(map(str, report['left_out']))}: in the base's directory, but not listed in its index")
+        )
+    if "seconds" in report and "bytes_written" in report:
+        rows.append(("written", f"{report['bytes_written'] / 1e9:.2f} GB in {report['seconds']:.1f} s"))
     message = [*(f"  {line}" for line in end.said.splitlines()), ""] if end.said else []
     return "\n".join(["", _HEADS[end.exit_code], *message, *row_lines(rows), ""])
 
 
 def merge_document(end: MergeEnd) -> dict[str, Any]:
-    """The report of the process and how it ended, as plain data."""
+    """Return the report of the process and its outcome as plain data."""
     return {"outcome": end.exit_code.name.lower(), "message": end.said or None, **end.report}
-
-
-def _figures(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    if "seconds" not in report or "bytes_written" not in report:
-        return []
-    return [("written", f"{report['bytes_written'] / 1e9:.2f} GB in {report['seconds']:.1f} s")]

@@ -1,23 +1,23 @@
-"""`finetune rehearse`: a job tried on a scaled-down model, on this machine, without its data; and what is printed of it."""
+"""`finetune rehearse`: tries a job on a scaled-down model, on this machine, without its data."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 
-from finetune_cli.commands.run import Options, Refusal, accepted_job, local_plan
+from finetune_cli.commands.run import Options, RunEnd, accepted_job, local_plan
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import check_given, claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
 from finetune_cli.local.local_run import LocalRun
-from finetune_cli.local.programs import RehearsalOrder, run_rehearsal
+from finetune_cli.local.programs import run_rehearsal
 from finetune_cli.local.run_directory import RunDirectory, freeze, locked, run_directory_of
-from finetune_cli.render.run import LiveView
-from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
+from finetune_cli.render.run import LiveView, View
+from finetune_cli.render.signs_of_life import SILENCE_SECONDS
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.finding import Finding
 from finetune_job.names import Role
@@ -27,17 +27,17 @@ _PASSED, _NOT_DONE = "Passed", "NotDone"
 
 
 def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
-    """Try the one job of a manifest for so long at most. Raises LocalError."""
+    """Rehearse the one job of a manifest for at most `seconds`. Raises LocalError."""
     console = Console(highlight=False)
     accepted = accepted_job(manifest, console)
-    if isinstance(accepted, Refusal):
+    if isinstance(accepted, RunEnd):
         return accepted.exit_code
     check_trainer()
     plan = local_plan(accepted, own_output=False)
     place = run_directory_of(options.claims, plan.job, purpose="rehearsal")
     named = claims_of(plan)
     check_given(named, options.claim_paths)
-    # Of claims without records, and without results, nothing is needed.
+    # A rehearsal needs neither records nor results, so without a fetch only the claim of the model is needed.
     needed = named if plan.fetch is not None else [use for use in named if use.name == plan.model.location.claim]
     with locked(place) as lock, Interruption(stopping="the rehearsal is given up") as interruption:
         link_claims(needed, claim_directories(needed, options.claims, options.claim_paths), place.claims)
@@ -59,33 +59,27 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
     try:
         with heard:
             heard.begins(log)
-            status = run_rehearsal(RehearsalOrder(plan, model, scratch, log, seconds), interruption, heard.take)
+            arguments = ["--check-model", "--model", str(model), "--scratch", str(scratch), "--seconds", str(seconds)]
+            status = run_rehearsal(plan, arguments, log, interruption, heard.take)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if interruption.requested:
         return ExitCode.INTERRUPTED
     if status != 0:
-        raise LocalError(f"the rehearsal ended with status {status}; its output is in {log}", ExitCode.FAILED)
+        raise LocalError(f"the rehearsal exited with status {status}; its output is in {log}", ExitCode.FAILED)
     return heard.exit_code
 
 
-class _RehearsalPrinter:
-    """Prints what the process reports; as a context manager it gives signs of life."""
+class _RehearsalPrinter(View):
+    """Prints what the process of a rehearsal reports."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
-        self._console, self._job = console, job
-        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
+        super().__init__(console, prefix=f"{job}: ", silence_seconds=silence_seconds)
+        self._job = job
         self.exit_code = ExitCode.REFUSED
 
-    def __enter__(self) -> Self:
-        self._signs.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._signs.__exit__(*exception)
-
     def begins(self, log: Path) -> None:
-        """Say what is begun; what the libraries print goes to `log`."""
+        """Print what begins, and that the output of libraries is in `log`."""
         self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
         self._signs.doing("looking at the model")
 
@@ -103,23 +97,19 @@ class _RehearsalPrinter:
             self._print(rehearsal_text(self._job, report))
             self.exit_code = {_PASSED: ExitCode.DONE, _NOT_DONE: ExitCode.FAILED}.get(report["verdict"], ExitCode.REFUSED)
 
-    def _print(self, text: str) -> None:
-        self._signs.spoken()
-        self._console.print(text, markup=False, soft_wrap=True)
-
 
 def stage_text(stage: Mapping[str, Any]) -> str:
-    """The line of a stage that has ended."""
+    """Return the line of a stage that has ended."""
     problem = str(stage["problem"]).strip().splitlines()
     ending = "right" if not problem else f"wrong: {problem[0]}"
     return f"  {stage['stage']:8} {stage['seconds']:5.1f} s  {ending}"
 
 
 def rehearsal_text(job: str, report: Mapping[str, Any]) -> str:
-    """The verdict, and what was changed for it."""
+    """Return the verdict, and what was changed for the rehearsal."""
     verdicts = {
         "Passed": "passed: every stage succeeded on a scaled-down model",
-        "Failed": "failed: the job would not go right",
+        "Failed": "failed: the job would go wrong",
         "NotDone": "could not be tried to the end",
     }
     verdict = verdicts.get(report["verdict"], report["verdict"])

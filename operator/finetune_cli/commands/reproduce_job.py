@@ -1,11 +1,10 @@
-"""`finetune reproduce` of a job of a cluster: a job of the same spec, and then the digests of both results."""
+"""`finetune reproduce` of a job in a cluster: runs its spec as another job, and compares the digests of both results."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 
 from finetune_cli.cluster.errors import ClusterError
 from finetune_cli.cluster.objects import Cluster
@@ -19,6 +18,7 @@ from finetune_cli.jobs.reproduction import (
     MERGED,
     RESULT_FILES,
     Results,
+    has_error,
     inputs_differ,
     read_results,
     reproduces,
@@ -29,44 +29,34 @@ from finetune_cli.jobs.reproduction import (
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.render.audit import AuditEnd, device_note
 from finetune_cli.render.verdicts import report_text
-from finetune_job.finding import Finding
 from finetune_job.names import API_VERSION, JOB_PLURAL
 from finetune_job.reasons import ConditionType
 
 
-@dataclass(frozen=True)
-class ReproductionOrder:
-    """Arguments of the command."""
+def reproduce_job(
+    cluster: Cluster, name: str, new_name: str | None, nodes: int | None, report: Callable[[str], None], *, waits: bool
+) -> Change | AuditEnd:
+    """Run the spec of a job again as another job, unless that exists already, and compare the results of both.
 
-    job: str
-    new_name: str | None
-    nodes: int | None
-    """On which it trains; None: as many as the job."""
-    waits: bool
-
-
-def reproduce_job(cluster: Cluster, order: ReproductionOrder, report: Callable[[str], None]) -> Change | AuditEnd:
-    """Run the spec of a job again as a job of its own, unless one is there already, and compare what both have made.
-
-    report: is called with the progress of the new job. Returns a Change if the job was created and is not waited for.
-    Raises LocalError, ClusterError.
+    nodes: number of nodes; None: the first job's. report: gets the new job's progress. waits: whether to wait for its end.
+    Returns a Change if the job was created and is not waited for. Raises LocalError, ClusterError.
     """
-    job = cluster.job(order.job)
+    job = cluster.job(name)
     if not job.has_ended:
         raise ClusterError(f"{job.title}: is {job.phase}; wait for its end with `{job.command('wait')}`")
     if job.phase != "Succeeded":
         raise LocalError(f"{job.title}: has ended as {job.phase}, so it has no result to compare with")
-    name = order.new_name or reproduction_name(job.name)
-    again, expected = _made_already(cluster, job, name, order.nodes), None
+    new_name = new_name or reproduction_name(job.name)
+    again, expected = _made_already(cluster, job, new_name, nodes), None
     if again is None:
-        # Before anything is trained that nothing could be compared with.
+        # Results are read first, so that nothing is trained if there is nothing to compare with.
         expected = _results(cluster, job)
-        made = _create(cluster, job, name, order.nodes)
-        if not order.waits:
+        made = _create(cluster, job, new_name, nodes)
+        if not waits:
             return made
         report(made.text())
         again = made.job
-    if order.waits:
+    if waits:
         again = _ended(cluster, job, again, report)
     return _compared(cluster, job, again, expected)
 
@@ -86,7 +76,7 @@ def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) 
 
 
 def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Change:
-    # A folder that no earlier try has written to: what is complete there would be kept.
+    # The folder is new, because a job keeps complete files of an earlier try.
     document = reproduction_of(job, name, nodes, f"{name}-{secrets.token_hex(4)}")
     report, made = submit(cluster, document_text(document), f"reproduction of {job.name}", None)
     if not made:
@@ -96,10 +86,10 @@ def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Cha
 
 
 def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, report: Callable[[str], None]) -> SeenJob:
-    """The new job once there is something to say of it: its end, or inputs that are not those of the job."""
+    """Return the new job as soon as it has ended, or its inputs turn out to differ from those of the job."""
 
     def is_decided(seen: SeenJob | None) -> bool:
-        return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or _has_error(inputs_differ(job, seen)))
+        return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or has_error(inputs_differ(job, seen)))
 
     losses: list[float] = []
     latest, shown = again, ""
@@ -110,13 +100,9 @@ def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, report: Callable[[str
     return latest
 
 
-def _has_error(findings: Sequence[Finding]) -> bool:
-    return any(finding.severity == "error" for finding in findings)
-
-
 def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results | None) -> AuditEnd:
     findings = inputs_differ(job, again)
-    if _has_error(findings):
+    if has_error(findings):
         return AuditEnd(job.title, findings, run_again_as=again.title)
     if again.phase != "Succeeded":
         fix = (

@@ -1,4 +1,4 @@
-"""`finetune run`: a manifest as local processes."""
+"""`finetune run`: runs the job of a manifest as local processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from finetune_cli.checks.validate import DocumentOutcome, DocumentVerdict, validate
+from finetune_cli.checks.validate import DocumentOutcome, validate
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_cli.local.claims import LOCAL_UID, OUTPUT_CLAIM, check_given, claim_directories, claims_of, link_claims
 from finetune_cli.local.launch import Interruption, check_trainer
@@ -41,27 +41,27 @@ class Options:
     output_directory: Path | None
     fresh: bool
     ranks: int | None = None
-    """Number of ranks; None: as the job says."""
+    """Number of ranks; None: the job's number."""
 
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of the command."""
+    """How the command ended."""
 
     exit_code: ExitCode
     job: JobIdentity | None = None
     findings: Sequence[Finding] = field(default_factory=list)
     """Findings of a job that was refused before anything ran."""
     last: TerminationReport | None = None
-    """The end of the role that ran last; None: no role ran."""
+    """Report of the role that ran last; None: no role ran."""
     summary: Summary | None = None
 
 
 def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
-    """Run the one job of a manifest, and tell of it on the console. Raises LocalError."""
+    """Run the one job of a manifest, and report on the console. Raises LocalError."""
     job = accepted_job(manifest, console)
-    if isinstance(job, Refusal):
-        return RunEnd(job.exit_code, findings=job.findings)
+    if isinstance(job, RunEnd):
+        return job
     check_trainer()
     planned = partial(local_plan, job, options.output_directory is not None, options.ranks)
     on_gpu = bool(gpu_mebibytes())
@@ -75,7 +75,7 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
     with locked(place) as lock:
         if options.fresh:
             start_fresh(place)
-        # A run keeps its first plan, also if devices came or went since then.
+        # A run keeps its first plan, even if devices were added or removed since then.
         plan = begun_with(place, plan) or begun_with(place, planned(on_gpu=not on_gpu)) or plan
         record = freeze(place, plan)
         directories = claim_directories(claims, options.claims, given)
@@ -90,12 +90,12 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
 
 
 def run_text(end: RunEnd) -> str:
-    """The text at the end, after the messages on the way."""
+    """Return the text for the end of the command."""
     return "" if end.summary is None else summary_text(end.exit_code, end.summary)
 
 
 def run_document(end: RunEnd) -> dict[str, Any]:
-    """The end as plain data."""
+    """Return how the command ended as plain data."""
     failed = end.last if end.last is not None and end.last.outcome is not Outcome.SUCCEEDED else None
     findings = end.findings or (failed.findings if failed is not None else [])
     return {
@@ -112,7 +112,7 @@ def run_document(end: RunEnd) -> dict[str, Any]:
 def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> Sequence[Finding]:
     """Look at the model's files, the first records and the places of the results before anything heavy is imported.
 
-    Return the findings; empty if none of them refuses the job. Raises LocalError.
+    Return all findings if one of them refuses the job, otherwise none. Raises LocalError.
     """
     seen = look(plan, directories, limit=FIRST_JUDGED, checks_model=True, checks_places=True)
     findings = [finding for finding in seen.findings if seen.is_refused or finding.rule in NOT_OF_PREFLIGHT]
@@ -121,35 +121,29 @@ def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Co
     return findings if seen.is_refused else []
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """The refusal of a manifest by the rules."""
-
-    exit_code: ExitCode
-    findings: Sequence[Finding]
-
-
-def accepted_job(manifest: str, console: Console) -> FineTuneJob | Refusal:
-    """The one job of a manifest that the rules accept, or the refusal, after saying why. Raises LocalError."""
+def accepted_job(manifest: str, console: Console) -> FineTuneJob | RunEnd:
+    """Return the one job of a manifest. If the rules refuse it, print why and return how the command ends. Raises LocalError."""
     report = validate(manifest)
     verdicts = [verdict for verdict in report.verdicts if verdict.kind == JOB_KIND]
     if report.exit_code is not ExitCode.DONE:
         console.print(report_text(report), markup=False, end="", soft_wrap=True)
-        return Refusal(report.exit_code, [finding for verdict in report.verdicts for finding in verdict.findings])
-    job = _only_job(verdicts)
+        return RunEnd(report.exit_code, findings=[finding for verdict in report.verdicts for finding in verdict.findings])
+    jobs = [verdict.job for verdict in verdicts if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.job is not None]
+    if len(jobs) != 1:
+        raise LocalError(f"the manifest holds {len(jobs)} FineTuneJobs; give one at a time")
     for finding in verdicts[0].findings:
         console.print(finding_text(finding), markup=False, soft_wrap=True)
-    return job
+    return jobs[0]
 
 
 def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None, *, on_gpu: bool = False) -> RunPlan:
-    """The plan of a job on this machine. `own_output`: results go to a directory alone. `ranks`: that train, if not as many as
-    the job says. `on_gpu`: whether they find a GPU. Raises LocalError.
+    """Return the plan of a job on this machine. `own_output`: results go to a directory of their own. `ranks`: number of training
+    ranks; None: the job's number. `on_gpu`: whether the ranks find a GPU. Raises LocalError.
     """
     is_ordered, most = job.spec.training.reduction is GradientReduction.ORDERED, world_size(job.spec)
     if ranks is not None and not is_ordered:
         raise LocalError(
-            f"--ranks {ranks}: on another number of ranks than its own a job trains other bytes; "
+            f"--ranks {ranks}: a job that runs on a different number of ranks trains different bytes; "
             "set spec.training.reduction to Ordered, or change spec.parallelism",
             ExitCode.REFUSED,
         )
@@ -165,10 +159,3 @@ def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None, *, 
     identity = JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID)
     plan = resolve(identity, job.spec, profile=None, has_gpu=on_gpu)
     return plan.model_copy(update={"output": ClaimPath(claim=OUTPUT_CLAIM), "publish": None}) if own_output else plan
-
-
-def _only_job(verdicts: list[DocumentVerdict]) -> FineTuneJob:
-    jobs = [verdict.job for verdict in verdicts if verdict.outcome is DocumentOutcome.ACCEPTED and verdict.job is not None]
-    if len(jobs) != 1:
-        raise LocalError(f"the manifest holds {len(jobs)} FineTuneJobs; give one at a time")
-    return jobs[0]

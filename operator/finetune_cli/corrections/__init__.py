@@ -1,1 +1,1 @@
-"""Mistakes in manifests -> what to write instead."""
+"""Finds what to write in place of mistakes in manifests."""

@@ -1,95 +1,132 @@
-"""Settings under the names of other tools, translated by the table: what to set here."""
+"""Translates settings of other tools, which foreign_settings.toml lists, into settings of a FineTuneJob."""
 
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
-from finetune_cli.corrections.table import Row, names_of, rows, words_of
-from finetune_cli.corrections.wrong_field import letters
+from finetune_cli.corrections.wrong_field import Proposal, letters
+from finetune_job.fields import all_fields
 from finetune_job.rules.rule import yaml_text
 
 Spec = Mapping[str, Any]
+Row = Mapping[str, Any]
+"""A setting of other tools: its `kind` (the section of the table), its `names`, and its values in the table."""
 STEPS, EPOCHS = "training.maxSteps", "training.epochs"
 _TOTALS = ("globalbatchsize", "numprocesses", "worldsize", "numranks")
-"""Numbers of all sequences or ranks; tools differ, some mean the ranks of one node."""
+"""Foreign names for the number of all sequences or ranks. Tools differ: some mean the ranks of one node."""
 _MOST_COUNTED = 1_000_000
 _USUAL_STEPS = 100
-"""Steps between two checkpoints or evaluations, if their total is not known."""
+"""Steps between two checkpoints or evaluations, if the total number of steps is not known."""
 
 
-@dataclass(frozen=True)
-class Equivalent:
-    """The equivalent of another tool's setting."""
-
-    fix: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    """New values by path under `spec`; the foreign setting itself is removed in any case."""
-    is_certain: bool = False
-    """Whether it means the same here, so that a program may make the change unasked."""
+@cache
+def table() -> dict[str, Any]:
+    """Read the table."""
+    return tomllib.loads(files("finetune_cli.corrections").joinpath("foreign_settings.toml").read_text())
 
 
-def answer(name: str, value: Any, spec: Spec) -> Equivalent | None:
-    """Translate a setting; None if no other tool is known to have it. spec: all that is written."""
+@cache
+def rows() -> Mapping[str, Row]:
+    """Map each foreign name, normalized by `letters`, to its row."""
+    by_name: dict[str, Row] = {}
+    for kind in ("same", "removed", "switches", "worded", "converted"):
+        for key, entry in table()[kind].items():
+            row = {"same": {"path": entry}, "removed": {"why": entry}}.get(kind, entry)
+            by_name |= {letters(name): {"kind": kind, "names": key.split(), **row} for name in key.split()}
+    return by_name
+
+
+def names_of(path: str) -> frozenset[str]:
+    """Return the names of one of our fields, normalized by `letters`: those in other tools, and its own."""
+    others = {
+        letters(name) for row in rows().values() if (row["kind"], row.get("path")) == ("same", path) for name in row["names"]
+    }
+    return frozenset({letters(path.rpartition(".")[2]), *others})
+
+
+@cache
+def words_of(path: str) -> Mapping[str, str]:
+    """Map each word for a value of a field, normalized by `letters`, to our word: the words of other tools, and our own."""
+    foreign = table()["words"].get(path, {})
+    if isinstance(foreign, str):
+        return words_of(foreign)
+    own = next((field.values for field in all_fields() if field.path == f"spec.{path}"), ())
+    return {letters(word): ours for ours, text in [*zip(own, own, strict=True), *foreign.items()] for word in text.split()}
+
+
+def answer_to(path: str, word: str) -> Mapping[str, str] | None:
+    """Return the answer to a word for something that we do not offer: `write`, `why` and sometimes `reason`."""
+    rows_of_field = (row for row in table()["word"] if row["field"] == path)
+    return next((row for row in rows_of_field if letters(word) in map(letters, row["words"].split())), None)
+
+
+def answer(name: str, value: Any, spec: Spec) -> Proposal | None:
+    """Translate a setting; None if no other tool is known to have it. spec: the whole spec as written.
+
+    The edits are those besides the removal of the setting itself.
+    """
     row = rows().get(letters(name))
     if row is None:
         return None
-    match row.kind:
+    match row["kind"]:
         case "removed":
-            return Equivalent(f"remove it: {row.why}")
+            return Proposal(f"remove it: {row['why']}")
         case "switches":
             return _switch(row, value)
         case "worded":
-            word = words_of(row.path).get(letters(str(value)))
-            is_known = word is not None
-            return Equivalent(f"write spec.{row.path}: {word or row.usual}{row.note}", {row.path: word or row.usual}, is_known)
+            word = words_of(row["path"]).get(letters(str(value)))
+            ours = word or row["usual"]
+            return _set(
+                {row["path"]: ours}, f"write spec.{row['path']}: {ours}{row.get('note', '')}", is_certain=word is not None
+            )
         case "converted":
-            return _CONVERSIONS[row.convert](row, value, spec)
+            return _CONVERSIONS[row["convert"]](row, value, spec)
         case _:
             return _same(row, value)
 
 
 def answer_without_value(name: str) -> str:
-    """Say in sentences what a setting is here whatever its value; empty if no other tool is known to have it."""
+    """Explain what to write here for a setting, whatever its value; empty if no other tool is known to have it."""
     row = rows().get(letters(name))
-    if row is None or row.explain:
-        return "" if row is None else row.explain
-    values = row.example or ((True, False) if row.kind == "switches" else ())
-    texts = [f"for {name}: {yaml_text(value)}, {_fix(name, value)}" for value in values] or [_fix(name, None)]
+    if row is None or "explain" in row:
+        return "" if row is None else str(row["explain"])
+    values = row.get("example") or ((True, False) if row["kind"] == "switches" else (None,))
+    texts = []
+    for value in values:
+        equivalent = answer(name, value, {})
+        fix = "" if equivalent is None else equivalent.fix
+        texts.append(fix if value is None else f"for {name}: {yaml_text(value)}, {fix}")
     return " ".join(f"{text[:1].upper()}{text[1:]}." for text in texts)
 
 
-def _fix(name: str, value: Any) -> str:
-    equivalent = answer(name, value, {})
-    return "" if equivalent is None else equivalent.fix
+def _set(changes: Mapping[str, Any], fix: str, *, is_certain: bool = True) -> Proposal:
+    """Propose new values by path under `spec`."""
+    return Proposal(fix, tuple((("spec", *path.split(".")), value) for path, value in changes.items()), is_certain)
 
 
-def _same(row: Row, value: Any) -> Equivalent:
-    return Equivalent(f"write spec.{row.path}", {row.path: value}, is_certain=True)
+def _same(row: Row, value: Any) -> Proposal:
+    return _set({row["path"]: value}, f"write spec.{row['path']}")
 
 
-def _switch(row: Row, value: Any) -> Equivalent:
-    if is_off(value) and row.off is None:
-        return Equivalent(f"remove it: {row.unset}", is_certain=True)
+def _switch(row: Row, value: Any) -> Proposal:
+    path = row["path"]
+    if is_off(value) and "off" not in row:
+        return Proposal(f"remove it: {row.get('unset', 'that is the default')}", is_certain=True)
     if is_off(value):
-        return Equivalent(f"write spec.{row.path}: {yaml_text(row.off)}", {row.path: row.off}, row.off_is_certain)
-    shown = f"[{', '.join(row.on)}]" if isinstance(row.on, list) else yaml_text(row.on)
+        fix = f"write spec.{path}: {yaml_text(row['off'])}"
+        return _set({path: row["off"]}, fix, is_certain=row.get("off_is_certain", True))
+    shown = f"[{', '.join(row['on'])}]" if isinstance(row["on"], list) else yaml_text(row["on"])
     is_on = value is True or str(value).lower() == "true"
-    fix = row.fix or f"write spec.{row.path}: {shown}{row.note}"
-    return Equivalent(fix, {row.path: row.on, **dict(row.also)}, is_certain=is_on and row.certain)
+    fix = row.get("fix") or f"write spec.{path}: {shown}{row.get('note', '')}"
+    return _set({path: row["on"], **row.get("also", {})}, fix, is_certain=is_on and row.get("certain", True))
 
 
-def _batch(row: Row, value: Any, _spec: Spec) -> Equivalent:
-    fix = (
-        "write spec.training.globalBatchSize for the sequences of a step over all ranks, or spec.training.microBatchSize for "
-        "those of one rank at a time"
-    )
-    return Equivalent(fix, {row.path: value})
-
-
-def _accumulation(_row: Row, value: Any, spec: Spec) -> Equivalent:
+def _accumulation(_row: Row, value: Any, spec: Spec) -> Proposal:
     paths = ("training.microBatchSize", "parallelism.nodes", "parallelism.processesPerNode")
     micros, nodes, processes = ([count(each) for each in values_of(spec, names_of(path))] for path in paths)
     micro, steps = next(filter(None, micros), None), count(value)
@@ -97,77 +134,69 @@ def _accumulation(_row: Row, value: Any, spec: Spec) -> Equivalent:
     total = (micro or 1) * ranks * (steps or 1)
     is_clear = all(len({*counts}) < 2 and None not in counts for counts in (micros, nodes, processes, [steps]))
     has_total = any(True for _ in values_of(spec, _TOTALS))
-    return Equivalent(
+    return _set(
+        {"training.globalBatchSize": min(total, _MOST_COUNTED)},
         f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
         f"rank{'s' if ranks > 1 else ''} x {steps or 1} accumulated): accumulation follows from it",
-        {"training.globalBatchSize": min(total, _MOST_COUNTED)},
         is_certain=micro is not None and is_clear and not has_total and total <= _MOST_COUNTED,
     )
 
 
-def _trackers(_row: Row, value: Any, _spec: Spec) -> Equivalent:
+def _trackers(_row: Row, value: Any, _spec: Spec) -> Proposal:
     names = [str(each) for each in value] if isinstance(value, list) else [] if is_off(value) else [str(value)]
     names = [name for name in names if name.lower() not in ("none", "all")]
     if not names:
-        return Equivalent("remove it: nothing is reported to a tracker unless spec.training.trackers names one", is_certain=True)
-    return Equivalent(f"write spec.training.trackers: [{', '.join(names)}]", {"training.trackers": names}, is_certain=True)
+        return Proposal("remove it: nothing is reported to a tracker unless spec.training.trackers names one", is_certain=True)
+    return _set({"training.trackers": names}, f"write spec.training.trackers: [{', '.join(names)}]")
 
 
-def _wandb(row: Row, value: Any, spec: Spec) -> Equivalent:
-    return _trackers(row, [] if is_off(value) else "wandb", spec)
-
-
-def _tokens(row: Row, value: Any, _spec: Spec) -> Equivalent:
-    """Translate a list of tokens, or a text with commas between them."""
-    is_special = row.convert == "special_tokens"
+def _tokens(row: Row, value: Any, _spec: Spec) -> Proposal:
+    """Translate a list of tokens, or a string that separates them with commas."""
+    is_special = row["convert"] == "special_tokens"
     given = value if isinstance(value, list) else [] if is_off(value) else str(value).split(",")
     names = [str(each).strip() for each in given if str(each).strip()]
     tokens = [{"content": name, **({"special": True} if is_special else {})} for name in names]
     more = ", each with special: true" if is_special else ""
     fix = f"name them as content in spec.model.addedTokens{more}: their rows are trained"
-    return Equivalent(fix, {"model.addedTokens": tokens} if tokens else {}, is_certain=True)
+    return _set({"model.addedTokens": tokens} if tokens else {}, fix)
 
 
-def _warmup(_row: Row, value: Any, spec: Spec) -> Equivalent:
+def _warmup(_row: Row, value: Any, spec: Spec) -> Proposal:
     total, steps, share = _total_steps(spec), count(value), _share(value)
     path = "training.warmupRatio"
     if share is not None or is_off(value):
         written = f"{share or 0:g}"
-        return Equivalent(f'write spec.{path}: "{written}"', {path: written}, is_certain=True)
+        return _set({path: written}, f'write spec.{path}: "{written}"')
     written = f"{min(steps / total, 0.99):.3g}" if total and steps else "0.03"
-    return Equivalent(f'write spec.{path}: "{written}", a share of all steps', {path: written})
+    return _set({path: written}, f'write spec.{path}: "{written}", a share of all steps', is_certain=False)
 
 
-def _every(row: Row, value: Any, spec: Spec) -> Equivalent:
-    """Translate a number of steps, which transformers also takes as a share of all of them."""
+def _every(row: Row, value: Any, spec: Spec) -> Proposal:
+    """Translate a number of steps; transformers also accepts a share of all steps."""
     share, total = _share(value), _total_steps(spec)
     if share is None:
         return _same(row, value)
     steps = max(round(share * total), 1) if total else _USUAL_STEPS
-    return Equivalent(f"write spec.{row.path}: {steps}, a number of steps and no share of them", {row.path: steps})
+    fix = f"write spec.{row['path']}: {steps}, a number of steps, not a share of them"
+    return _set({row["path"]: steps}, fix, is_certain=False)
 
 
-def _targets(row: Row, value: Any, _spec: Spec) -> Equivalent:
+def _targets(row: Row, value: Any, _spec: Spec) -> Proposal:
     if str(value).strip().lower() in ("all", "all-linear"):
-        return Equivalent(f"write spec.{row.path}: [all-linear]", {row.path: ["all-linear"]}, is_certain=True)
+        return _set({row["path"]: ["all-linear"]}, f"write spec.{row['path']}: [all-linear]")
     return _same(row, value)
 
 
-def _bits(_row: Row, value: Any, _spec: Spec) -> Equivalent:
-    row = rows()["loadin8bit" if value == 8 else "loadin4bit"]
-    return _switch(row, value if is_off(value) else True)
-
-
-_CONVERSIONS: Mapping[str, Callable[[Row, Any, Spec], Equivalent]] = {
+_CONVERSIONS: Mapping[str, Callable[[Row, Any, Spec], Proposal]] = {
     "accumulation": _accumulation,
-    "batch": _batch,
-    "bits": _bits,
+    "batch": lambda row, value, _: _set({row["path"]: value}, row["fix"], is_certain=False),
+    "bits": lambda _, value, __: _switch(rows()[f"loadin{8 if value == 8 else 4}bit"], value if is_off(value) else True),
     "every": _every,
     "special_tokens": _tokens,
     "targets": _targets,
     "tokens": _tokens,
     "trackers": _trackers,
-    "wandb": _wandb,
+    "wandb": lambda row, value, spec: _trackers(row, [] if is_off(value) else "wandb", spec),
     "warmup": _warmup,
 }
 
@@ -178,7 +207,7 @@ def is_off(value: Any) -> bool:
 
 
 def values_of(written: Any, names: Container[str]) -> Iterator[Any]:
-    """Yield what is written under these names in any part of a spec: settings are pasted anywhere."""
+    """Yield the values under these names in any part of a spec, because people paste settings anywhere."""
     for name, value in written.items() if isinstance(written, Mapping) else ():
         if isinstance(value, Mapping):
             yield from values_of(value, names)
@@ -187,7 +216,7 @@ def values_of(written: Any, names: Container[str]) -> Iterator[Any]:
 
 
 def number(value: Any) -> float | None:
-    """A finite number, in quotes or not."""
+    """Return a finite number, written with or without quotes; None for anything else."""
     try:
         parsed = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else math.nan
     except (ValueError, OverflowError):
@@ -196,13 +225,13 @@ def number(value: Any) -> float | None:
 
 
 def count(value: Any) -> int | None:
-    """A whole number above 0, in quotes or not."""
+    """Return a whole number above 0, written with or without quotes; None for anything else."""
     parsed = number(value)
     return int(parsed) if parsed is not None and 0 < parsed <= _MOST_COUNTED and parsed == int(parsed) else None
 
 
 def _share(value: Any) -> float | None:
-    """A number between 0 and 1, by which transformers means a part of all steps."""
+    """Return a number between 0 and 1, which transformers reads as a share of all steps; None for anything else."""
     parsed = number(value)
     return parsed if parsed is not None and 0 < parsed < 1 else None
 

@@ -1,46 +1,52 @@
-"""All wrong fields of a document are corrected together in a draft, the draft is validated, and what validates is kept.
+"""Corrects all wrong fields of a document together in a draft, validates the draft, and keeps the corrections that validate.
 
-A correction may need another one: a misspelt name may hold a misspelt value. The draft is validated after each round, so that a
-document is read a few times, however many of its fields are wrong.
+A correction may need another correction: a misspelt name may hold a misspelt value. The draft is validated after each round, so
+a document is read only a few times, however many of its fields are wrong.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from finetune_cli.corrections.proposals import Proposal, last_resort, propose
-from finetune_cli.corrections.reading import read, with_generated_name
-from finetune_cli.corrections.wrong_field import Place, WrongField, is_alike, path_text, value_at, value_text, with_value
-from finetune_job.finding import FieldChange
+from finetune_cli.corrections.proposals import propose, reason_of
+from finetune_cli.corrections.wrong_field import Place, Proposal, WrongField, value_at, with_value
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import INVALID_FIELD, Finding
+from finetune_job.rules.rule import format_value
 
-_ROUNDS = 4
+M = TypeVar("M", bound=BaseModel)
+_ROUNDS = 5
 _MOST_CORRECTED = 256
-"""Fields of a document that are corrected: more than a person gets wrong by mistake."""
+"""Maximum number of fields corrected in one document: more than a person gets wrong by mistake."""
 _LEAST_CORRECTED = 16
 _CHARACTERS = 1_000_000
-"""A change of an entry of a list holds the whole list: of a large document, fewer fields are corrected."""
-_SAME = object()
-"""The value of a place that another field's correction writes, too."""
+"""Bounds all changes together: the change of a list's entry holds the whole list, so a large document gets fewer corrections."""
 
 
-@dataclass(frozen=True)
-class Correction:
-    """Changes by which a finding is cleared, and how to say them."""
+def read(model: type[M], content: Any) -> M:
+    """Read a document as a model of the API. Raises ValidationError."""
+    # Only in JSON does pydantic's strict mode accept the words of enumerations.
+    return model.model_validate_json(json.dumps(content), strict=True, by_alias=True, by_name=False)
 
-    fix: str
-    message: str = ""
-    changes: tuple[FieldChange, ...] = ()
-    is_certain: bool = False
+
+def with_generated_name(content: Any) -> Any:
+    """Add a name like the one that Kubernetes generates from metadata.generateName: its first 58 characters, and five more."""
+    metadata = content.get("metadata") if isinstance(content, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("name") is not None:
+        return content
+    beginning = metadata.get("generateName")
+    if not isinstance(beginning, str) or not beginning:
+        return content
+    return content | {"metadata": metadata | {"name": f"{beginning[:58]}xxxxx"}}
 
 
 def wrong_fields(model: type[BaseModel], content: Any) -> dict[str, WrongField]:
-    """Validate a document, and map the path of each wrong field to it. The first of several complaints about a field counts."""
+    """Validate a document, and map the path of each wrong field to the field. Of several errors in a field, the first counts."""
     try:
         read(model, with_generated_name(content))
     except ValidationError as error:
@@ -56,158 +62,112 @@ def wrong_fields(model: type[BaseModel], content: Any) -> dict[str, WrongField]:
     return {}
 
 
-def corrections_of(model: type[BaseModel], content: Any, fields: Mapping[str, WrongField]) -> dict[str, Correction | None]:
-    """Map the path of each wrong field to its correction; None if there were too many.
-
-    A missing field that was found under another name is left out.
-    """
+def findings_of(model: type[BaseModel], content: Any) -> list[Finding]:
+    """Return a finding for each wrong field of a document, except a missing field that is written under another name."""
+    fields = wrong_fields(model, content)
     most = min(max(_CHARACTERS // len(json.dumps(content)), _LEAST_CORRECTED), _MOST_CORRECTED)
     corrected = [wrong for wrong in fields.values() if wrong.place][:most]
-    draft = _Draft(model, content)
-    draft.begin([wrong for wrong in corrected if wrong.kind != "missing"])
-    draft.validate()
-    corrections: dict[str, Correction | None] = {}
-    for name, wrong in fields.items():
-        if name in draft.repairs:
-            corrections[name] = draft.repairs[name].correction(content, draft.content)
-        elif wrong.kind != "missing" or wrong not in corrected:
-            corrections[name] = None
-        elif value_at(draft.content, wrong.place) is None:
-            repair = _Repair(wrong)
-            repair.add(wrong, propose(wrong), content)
-            corrections[name] = repair.correction(content, content)
-    return corrections
+    repairs = {wrong.name: _Repair(wrong) for wrong in corrected if wrong.kind != "missing"}
+    draft = content
+    for _ in range(_ROUNDS):
+        for wrong, repair in list(_left(model, draft, repairs.values())):
+            draft = repair.take(wrong, draft)
+    for _, repair in _left(model, draft, repairs.values()):
+        repair.give_up()
+    for wrong in corrected:
+        if wrong.kind == "missing" and value_at(draft, wrong.place) is None:
+            repairs[wrong.name] = repair = _Repair(wrong)
+            repair.take(wrong, content)
+    is_replaced = {wrong.name for wrong in corrected if wrong.kind == "missing"} - repairs.keys()
+    return [_finding(wrong, repairs.get(name), content) for name, wrong in fields.items() if name not in is_replaced]
+
+
+def _finding(wrong: WrongField, repair: _Repair | None, content: Any) -> Finding:
+    """Make the finding of a wrong field. repair: None if there were too many wrong fields."""
+    value = "unset" if wrong.kind == "missing" else value_text(wrong.value)
+    if repair is None:
+        fix = "correct the fields above first; then validate again"
+        fix = fix if wrong.place else "write an object with apiVersion, kind, metadata and spec"
+        return make_finding(INVALID_FIELD, field=wrong.name, value=value, message=reason_of(wrong), fix=fix)
+    # To change an entry of a list, or a key with dots, the whole list or mapping is replaced.
+    changes: dict[str, Any] = {}
+    for place, new in repair.edits:
+        content = with_value(content, place, new)
+        depth = next((number for number, part in enumerate(place) if isinstance(part, int) or "." in part), len(place))
+        changes[".".join(map(str, place[:depth]))] = value_at(content, place[:depth])
+    is_possible = "" not in changes
+    return make_finding(
+        INVALID_FIELD,
+        field=wrong.name,
+        value=value,
+        message=repair.steps[wrong.place].message or reason_of(wrong),
+        fix=_shortened("; then ".join(proposal.fix for proposal in repair.steps.values()), 400),
+        changes=changes if is_possible else None,
+        is_proposal=not (repair.is_certain and is_possible),
+    )
+
+
+def value_text(written: Any) -> str:
+    """Write a value as in a manifest; a long one is cut."""
+    if isinstance(written, dict):
+        return "a mapping"
+    return _shortened(json.dumps(written) if isinstance(written, str) else format_value(written), 100)
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 @dataclass
 class _Repair:
-    """The correction of one field while it grows."""
+    """The correction of one field, to which each round may add a step."""
 
     wrong: WrongField
-    steps: list[tuple[WrongField, Proposal]] = field(default_factory=list)
+    steps: dict[Place, Proposal] = field(default_factory=dict)
+    """The last proposal for each place that was wrong in some round."""
     edits: list[tuple[Place, Any]] = field(default_factory=list)
+    """The edits of all steps."""
     is_certain: bool = True
-    is_settled: bool = False
-    """Whether the draft still has the field: an entry of a list stays there, so that the others keep their places."""
+    is_open: bool = True
+    """Whether further steps may follow; False: the field is left to a person."""
 
-    def add(self, wrong: WrongField, proposal: Proposal, content: Any) -> list[tuple[Place, Any]]:
-        """Take a proposal, and return its edits."""
-        edits = [(wrong.place, proposal.value), *proposal.more]
-        is_free = all(_is_free(content, place) for place, _ in proposal.more)
-        self.is_certain = self.is_certain and proposal.is_certain and is_free
-        self.steps.append((wrong, proposal))
-        self.edits += edits
-        self.is_settled = proposal.value is None and isinstance(wrong.place[-1], int) and not proposal.more
-        return edits[1:] if self.is_settled else edits
+    def take(self, wrong: WrongField, draft: Any) -> Any:
+        """Add the proposal for a field that is wrong in the draft, and return the draft with its edits."""
+        proposal = propose(replace(wrong, content=draft))
+        others = [place for place, _ in proposal.edits if place != wrong.place]
+        self.steps[wrong.place] = proposal
+        self.is_certain = self.is_certain and proposal.is_certain and all(_is_free(draft, place) for place in others)
+        self.edits += proposal.edits
+        if not proposal.edits:
+            self.give_up()
+        for place, value in proposal.edits:
+            draft = with_value(draft, place, value)
+        return draft
+
+    def give_up(self) -> None:
+        """Leave the field to a person, with the advice of all steps."""
+        self.edits, self.is_certain, self.is_open = [], False, False
 
     def covers(self, place: Place) -> int:
-        """How many parts of a place this repair has written, or is about."""
-        places = [self.wrong.place, *(written for written, value in self.edits if value is not None)]
-        return max((len(each) for each in places if place[: len(each)] == each), default=0)
-
-    def correction(self, content: Any, draft: Any) -> Correction:
-        """The changes, by plain paths. An entry of a list, or a key with dots, is changed with the whole that holds it."""
-        changes: dict[str, FieldChange] = {}
-        for place, value in self.edits:
-            content = with_value(content, place, value_at(draft, place) if value is _SAME else value)
-            depth = next((number for number, part in enumerate(place) if isinstance(part, int) or "." in part), len(place))
-            path = ".".join(map(str, place[:depth]))
-            changes[path] = FieldChange(field=path, value=value_at(content, place[:depth]))
-        is_possible = "" not in changes
-        return Correction(
-            self._fix_text(),
-            self.steps[0][1].message,
-            tuple(changes.values()) if is_possible else (),
-            is_certain=self.is_certain and is_possible,
-        )
-
-    def _fix_text(self) -> str:
-        """The fix, with the value that is written in the end if the first proposal was only a step to it."""
-        moves = (number for number, (_, proposal) in enumerate(self.steps) if proposal.is_move)
-        (_, first), *others = self.steps[max(moves, default=0) :]
-        if not others:
-            return first.fix
-        wrong, last = others[-1]
-        if last.value is None:
-            return f"{first.fix}; {last.fix}"
-        written = f"{first.fix}, as {wrong.plain[-1]}: {value_text(last.value)}"
-        return f"{written}, and {last.note}" if last.note else written
+        """Return how many of the first parts of a place this repair writes."""
+        written = [self.wrong.place, *(edited for edited, _ in self.edits)] if self.is_open else []
+        return max((len(each) for each in written if place[: len(each)] == each), default=0)
 
 
-class _Draft:
-    """A document with its corrections."""
-
-    def __init__(self, model: type[BaseModel], content: Any) -> None:
-        self.model, self.content = model, content
-        self.repairs: dict[str, _Repair] = {}
-        self._written: dict[str, tuple[Any, str]] = {}
-        """Path -> value, and the field for whose sake it is written."""
-
-    def begin(self, fields: Sequence[WrongField]) -> None:
-        """Take the first proposal for each field, so that no two write different values to one place."""
-        holders = Counter(place[:depth] for place in (wrong.place for wrong in fields) for depth in range(len(place)))
-        proposals = {wrong.name: propose(wrong, is_crowded=holders[wrong.plain] > 1) for wrong in fields}
-        # Another name for a field gives way to the field itself, and what is not certain to what is.
-        for wrong in sorted(fields, key=lambda each: (each.kind == "extra_forbidden", not proposals[each.name].is_certain)):
-            repair, proposal = _Repair(wrong), proposals[wrong.name]
-            leaves = dict(_leaves({path_text(place): value for place, value in proposal.more}))
-            shared = {path: self._written[path] for path in leaves if path in self._written}
-            rival = next((path for path, (value, _) in shared.items() if not is_alike(value, leaves[path])), None)
-            if rival is not None:
-                other = self._written[rival][1]
-                proposal = Proposal(f"remove {wrong.name}, or take it for {rival} in place of {other}")
-            elif shared and len(shared) == len(leaves):
-                # The other field may still be respelt.
-                same = tuple((place, _SAME) for place, _ in proposal.more)
-                proposal = Proposal(proposal.fix, is_certain=proposal.is_certain, more=same)
-            self._apply(repair, wrong, proposal)
-            self.repairs[wrong.name] = repair
-            own = {wrong.name: proposal.value, **{path_text(place): value for place, value in proposal.more}}
-            for path, value in _leaves(own):
-                if value is not None and value is not _SAME:
-                    self._written.setdefault(path, (value, wrong.name))
-
-    def validate(self) -> None:
-        """Correct what the corrections have written until the schema accepts it; where it does not, leave the field out."""
-        for _ in range(_ROUNDS):
-            left = list(self._left())
-            for wrong, repair in left:
-                self._apply(repair, wrong, propose(wrong, is_crowded=True))
-            if not left:
-                return
-        for repair in {id(repair): repair for _, repair in self._left()}.values():
-            repair.steps, repair.edits, repair.is_certain = [], [], False
-            self._apply(repair, repair.wrong, last_resort(repair.wrong))
-        for _, repair in self._left():
-            repair.edits = []
-
-    def _left(self) -> Iterator[tuple[WrongField, _Repair]]:
-        """Yield the fields that are still wrong, each with the repair that has written it."""
-        for wrong in wrong_fields(self.model, self.content).values():
-            repair = max(self.repairs.values(), key=lambda each: each.covers(wrong.place), default=None)
-            if repair is not None and repair.covers(wrong.place) and not repair.is_settled:
-                yield wrong, repair
-
-    def _apply(self, repair: _Repair, wrong: WrongField, proposal: Proposal) -> None:
-        for place, value in repair.add(wrong, proposal, self.content):
-            if value is not _SAME:
-                self.content = with_value(self.content, place, value)
-
-
-def _leaves(written: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for path, value in written.items():
-        if isinstance(value, dict):
-            yield from _leaves({f"{path}.{name}": inner for name, inner in value.items()})
-        else:
-            yield path, value
+def _left(model: type[BaseModel], draft: Any, repairs: Collection[_Repair]) -> Iterator[tuple[WrongField, _Repair]]:
+    """Yield the fields that are wrong in the draft, each with the repair that writes it; first the fields that we have."""
+    for wrong in sorted(wrong_fields(model, draft).values(), key=lambda wrong: wrong.kind == "extra_forbidden"):
+        repair = max(repairs, key=lambda repair: repair.covers(wrong.place), default=None)
+        if repair is not None and repair.covers(wrong.place):
+            yield wrong, repair
 
 
 def _is_free(content: Any, place: Place) -> bool:
-    """Whether nothing is written at a place, nor anything that is no mapping on the way to it."""
+    """Whether a place is unset, and no value other than a mapping or list blocks the way to it."""
     for depth in range(1, len(place) + 1):
-        held = value_at(content, place[:depth])
-        if held is None:
+        value = value_at(content, place[:depth])
+        if value is None:
             return True
-        if not isinstance(held, dict | list):
+        if not isinstance(value, dict | list):
             return False
     return False

@@ -1,32 +1,44 @@
-"""A field that the schema refuses, places in documents and models, and names as people spell them."""
+"""A field that the schema refuses. Also here: places in documents and models, and the comparison of names in any spelling."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from pydantic import BaseModel
 
 from finetune_job.api.documentation import field_docs
-from finetune_job.rules.rule import format_value, yaml_text
+from finetune_job.rules.rule import yaml_text
 
 Place = tuple[int | str, ...]
 """Names and indices from the top of a document to a field."""
 SURE = 0.8
-"""Likeness of two words from which on only a slip of the pen is between them."""
+"""Two words with at least this similarity differ only by a typing error."""
 _LIKE = 0.6
 LONGEST_WORD = 200
-"""Characters of a word that is compared; longer ones are not."""
+"""Longest word that is compared, in characters."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A way to repair a field."""
+
+    fix: str
+    """The repair in words."""
+    edits: tuple[tuple[Place, Any], ...] = ()
+    """Places and their new values; None removes a value. Without edits, the fix is for a person."""
+    is_certain: bool = False
+    """Whether the field can mean nothing else, in which case a program may make the edits without asking."""
+    message: str = ""
+    """The reason for the refusal; empty: the schema's own words are good enough."""
 
 
 @dataclass(frozen=True)
 class WrongField:
-    """A field as the schema refuses it."""
+    """A field that the schema refuses."""
 
     model: type[BaseModel]
     """The model of the whole document."""
@@ -34,12 +46,12 @@ class WrongField:
     """The whole document."""
     place: Place
     kind: str
-    """pydantic's word for the error."""
+    """pydantic's type of the error."""
     context: Mapping[str, Any]
     value: Any
     """The value as written; None for a field that is missing."""
     message: str = ""
-    """pydantic's words."""
+    """pydantic's message."""
 
     @property
     def name(self) -> str:
@@ -58,7 +70,7 @@ class WrongField:
 
     @property
     def plain(self) -> Place:
-        """The place without the indices behind its last name."""
+        """The place without the indices after its last name."""
         place = self.place
         while place and isinstance(place[-1], int):
             place = place[:-1]
@@ -70,17 +82,9 @@ class WrongField:
         text = field_docs(self.holder).get(str(self.plain[-1])) if self.holder is not None and self.plain else ""
         return f" ({text.rstrip('.')})" if text else ""
 
-    @property
-    def is_required(self) -> bool:
-        """Whether the field cannot be left out; an entry of a list or of a mapping can."""
-        holder = self.holder
-        if holder is None or self.plain != self.place:
-            return False
-        return any(info.is_required() for info in holder.model_fields.values() if info.alias == self.place[-1])
-
 
 def path_text(place: Place) -> str:
-    """Write a place as people do."""
+    """Write a place as people do, as in `spec.data.datasets[0].source`."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -88,7 +92,7 @@ def path_text(place: Place) -> str:
 
 
 def value_at(content: Any, place: Place) -> Any:
-    """The value at a place, or None."""
+    """Return the value at a place, or None."""
     for part in place:
         if isinstance(content, dict):
             content = content.get(part)
@@ -100,7 +104,7 @@ def value_at(content: Any, place: Place) -> Any:
 
 
 def with_value(content: Any, place: Place, value: Any) -> Any:
-    """A copy with a value at a place; None removes it. What blocks a path that leads further is replaced by a mapping."""
+    """Return a copy with a value at a place; None removes it. A value that blocks the way to the place becomes a mapping."""
     if not place:
         return value
     head, *rest = place
@@ -117,7 +121,7 @@ def with_value(content: Any, place: Place, value: Any) -> Any:
 
 
 def model_at(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
-    """The model that holds the last part of a place."""
+    """Return the model that holds the last part of a place."""
     current: type[BaseModel] | None = model
     for part in place[:-1]:
         if not isinstance(part, int):
@@ -126,7 +130,7 @@ def model_at(model: type[BaseModel], place: Place) -> type[BaseModel] | None:
 
 
 def inner_model(model: type[BaseModel], alias: str) -> type[BaseModel] | None:
-    """The model of a field's value, or of the entries of its list."""
+    """Return the model of a field's value, or of the entries of its list."""
     return next((_model_in(info.annotation) for info in model.model_fields.values() if info.alias == alias), None)
 
 
@@ -137,35 +141,22 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields_of(model: type[BaseModel] | None) -> list[str]:
-    """Names of fields as manifests have them."""
+    """Return the names of a model's fields as manifests have them."""
     return [] if model is None else [info.alias or name for name, info in model.model_fields.items()]
 
 
-@cache
-def paths_of(model: type[BaseModel]) -> tuple[Place, ...]:
-    """The path from a model to each of its fields that is not in a list."""
-    paths: list[Place] = []
-    for name, info in model.model_fields.items():
-        alias = info.alias or name
-        paths.append((alias,))
-        inner = _model_in(info.annotation)
-        if inner is not None and "list[" not in str(info.annotation):
-            paths += [(alias, *path) for path in paths_of(inner)]
-    return tuple(paths)
-
-
 def letters(word: str) -> str:
-    """A name without what tells the spelling of one language from that of another."""
+    """Return a name in lower case, without dashes, underscores, dots and spaces: spellings of a name differ only in these."""
     return re.sub(r"[-_. ]", "", word).lower()
 
 
 def is_alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same but for the spelling."""
+    """Whether two values are equal, or two strings differ only in their spelling."""
     return letters(one) == letters(other) if isinstance(one, str) and isinstance(other, str) else one == other
 
 
 def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
-    """The word that was most likely meant, and whether that is certain. An ending that all words share is left aside."""
+    """Return the word that was most likely meant, and whether that is certain. An ending that all words share is ignored."""
     if not isinstance(written, str) or len(written) > LONGEST_WORD:
         return None
     known = list(words)
@@ -185,21 +176,7 @@ def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
 
 
 def nested_text(value: Any) -> str:
-    """A value of a mapping in one line, as YAML has it."""
-    return (
-        "{" + ", ".join(f"{key}: {nested_text(item)}" for key, item in value.items()) + "}"
-        if isinstance(value, dict)
-        else yaml_text(value)
-    )
-
-
-def value_text(written: Any) -> str:
-    """A value as a manifest has it, or its beginning."""
-    if isinstance(written, dict):
-        return "a mapping"
-    return shortened(json.dumps(written) if isinstance(written, str) else format_value(written))
-
-
-def shortened(text: str, longest: int = 100) -> str:
-    """The beginning of a text."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    """Write a value on one line, as YAML does."""
+    if not isinstance(value, dict):
+        return yaml_text(value)
+    return "{" + ", ".join(f"{key}: {nested_text(item)}" for key, item in value.items()) + "}"

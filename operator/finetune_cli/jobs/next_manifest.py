@@ -1,4 +1,4 @@
-"""Manifests made from jobs: the same job once more, or with changes."""
+"""Makes manifests from jobs: the same job again, or the job with changes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from finetune_cli.exit_codes import LocalError
-from finetune_job.fields import FieldFacts, all_fields
+from finetune_job.fields import all_fields
 from finetune_job.finding import FieldChange
 from finetune_job.layout import WorkspaceLayout, checkpoint_name
 from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME, workspace_claim_name, workspace_folder
@@ -19,12 +19,11 @@ from finetune_job.rules.rule import with_changes
 
 _NUMBERED = re.compile(r"(?P<stem>.+?)-(?P<number>[1-9]\d{0,5})")
 _OF_ONE_TRY = ("suspend", "cancel", "retry")
-"""Fields of spec.run that say what is to become of one job."""
-_KEPT_METADATA = ("labels",)
+"""Fields of spec.run that are not copied from one job to another."""
 
 
 def next_name(name: str, taken: Collection[str]) -> str:
-    """`tune-2` after `tune`, `tune-3` after `tune-2`: the first that is not taken, of at most `MAX_JOB_NAME` characters."""
+    """Return the first free name: `tune-2` after `tune`, `tune-3` after `tune-2`; it has at most `MAX_JOB_NAME` characters."""
     match = _NUMBERED.fullmatch(name)
     stem, number = (match["stem"], int(match["number"])) if match is not None else (name, 1)
     while True:
@@ -35,19 +34,19 @@ def next_name(name: str, taken: Collection[str]) -> str:
 
 
 def copy_of(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A job of the same spec that has run nothing yet: neither suspended, nor cancelled, nor retried."""
+    """Return a new job with the same spec, but neither suspended nor cancelled nor retried."""
     spec = copy.deepcopy(dict(document["spec"]))
     run = {key: value for key, value in (spec.get("run") or {}).items() if key not in _OF_ONE_TRY}
     spec.pop("run", None)
     if run:
         spec["run"] = run
     metadata = document.get("metadata")
-    kept = {key: dict(metadata[key]) for key in _KEPT_METADATA if isinstance(metadata, Mapping) and metadata.get(key)}
-    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name, **kept}, "spec": spec}
+    labels = {"labels": dict(metadata["labels"])} if isinstance(metadata, Mapping) and metadata.get("labels") else {}
+    return {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": name, **labels}, "spec": spec}
 
 
 def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChange]) -> dict[str, Any]:
-    """A copy with changes. Its results go to a place of its own unless a change says where."""
+    """Copy a job with changes. The results of the copy go to a new place, unless a change names the place."""
     changes = list(changes)
     made = copy_of(document, name)
     output = made["spec"].get("output")
@@ -58,7 +57,7 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
 
 
 def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
-    """Changes that make a copy of a job begin with its checkpoint of this step, on the same claim. Raises LocalError."""
+    """Return changes that make a job's copy start from the original's checkpoint at `step`, on its claim. Raises LocalError."""
     metadata, workspace = document.get("metadata"), document["spec"].get("workspace")
     if not isinstance(metadata, Mapping) or not isinstance(workspace, Mapping):
         raise LocalError("--from: the job has no metadata or no spec.workspace, by which its checkpoints are found")
@@ -74,43 +73,35 @@ def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
 
 
 def other_destination(destination: str, name: str) -> str:
-    """A place of the same kind under another name: a folder, a repository or a tag of its own."""
+    """Return a place of the same kind under another name: another folder, repository or tag."""
     address = destination.rstrip("/")
     scheme, _, place = address.partition("://")
     if scheme == "oci":
         return f"{address}-{name}" if ":" in place.rpartition("/")[2] else f"{address}:{name}"
     if scheme == "hf":
         return f"{address}-{name}"
-    # A claim or a bucket alone: another one would have another name.
+    # A whole claim or bucket stays the same, and the name becomes a folder in it.
     head, slash, _ = place.rpartition("/")
     return f"{scheme}://{head}/{name}" if slash else f"{address}/{name}"
 
 
 def parse_change(text: str) -> FieldChange:
-    """`training.maxSteps=20`, as a change of a job; nothing behind the sign removes the field. Raises LocalError."""
+    """Parse a change of a job such as `training.maxSteps=20`; an empty value removes the field. Raises LocalError."""
     path, sign, value = text.partition("=")
     path = path.strip()
     path = path if path.split(".")[0] in ("spec", "metadata") else f"spec.{path}"
     if not sign:
         raise LocalError(f"--set {text}: is not PATH=VALUE, as in training.maxSteps=20")
     field = next((each for each in all_fields() if each.kind == JOB_KIND and each.path == path), None)
-    if field is None and not _is_below_a_map(path):
-        raise LocalError(f"--set {text}: a FineTuneJob has no field {path}; `finetune explain {path}` names what is like it")
-    return FieldChange(field=path, value=_value(text, field, value) if value else None)
-
-
-def _is_below_a_map(path: str) -> bool:
-    """Whether a path is below a map, such as an entry of rankPattern or a label: the API has no list of them."""
+    # The API does not list the keys of maps, such as the entries of rankPattern or the labels.
     maps = ["metadata.labels", *(each.path for each in all_fields() if each.kind == JOB_KIND and each.takes_any_key)]
-    return any(path.startswith(f"{each}.") for each in maps)
-
-
-def _value(text: str, field: FieldFacts | None, value: str) -> Any:
-    if field is not None and field.is_text:
-        return value
+    if field is None and not any(path.startswith(f"{prefix}.") for prefix in maps):
+        raise LocalError(f"--set {text}: a FineTuneJob has no field {path}; `finetune explain {path}` names similar fields")
+    if not value or (field is not None and field.is_text):
+        return FieldChange(field=path, value=value or None)
     if len(value) > 65_536:
         raise LocalError(f"--set {text[:80]}...: the value has more than 65536 characters")
     try:
-        return yaml.safe_load(value)
+        return FieldChange(field=path, value=yaml.safe_load(value))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise LocalError(f"--set {text}: the value is not YAML; write it as in a manifest") from error

@@ -1,9 +1,11 @@
-"""JSON merge patches of manifests (RFC 7396): what helps after a failure, what turns one object into another, and as `--set`."""
+"""Makes JSON merge patches (RFC 7396) of manifests, against a failure or between two objects, and writes them as `--set`."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable, Mapping
+from importlib.resources import files
 from typing import Any
 
 from finetune_cli.jobs import documents
@@ -18,19 +20,19 @@ from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_L
 
 Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
-"""The API takes no more."""
+"""The largest values that the API accepts."""
 _SLOWER = 0.5
-"""Factor by which a learning rate that diverged is reduced at least."""
+"""A learning rate that diverged is multiplied by this, or reduced even more."""
 _WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
-"""Tokens; below it few records would be left."""
+"""Tokens; with a shorter sequence, few records would be left."""
 
 
 def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
-    """Settings to change in a new job after such a failure of a role; None if no setting can help.
+    """Return the settings to change in a new job after this failure of a role; None if no setting can help.
 
-    The result of training is the same with the changes for memory and disk, but for a shorter sequence, beyond which records are
-    dropped. That and a lower learning rate are proposals.
+    Changes for memory and disk leave the result of training as it is, except a shorter sequence, which drops longer records. A
+    shorter sequence and a lower learning rate are proposals.
     """
     match failure:
         case FailureClass.DEVICE_OUT_OF_MEMORY:
@@ -47,45 +49,19 @@ def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
         case FailureClass.DISK_FULL if role in _WRITES_TO_WORKSPACE:
             return _less_disk(job, role)
         case FailureClass.PREEMPTED | FailureClass.INFRASTRUCTURE | FailureClass.NODE_LOST if role == Role.TRAIN:
-            # It was given up because no checkpoint was written between two losses.
+            # The job was given up because no checkpoint was written between two interruptions.
             if documents.value(job.spec, "checkpoint", "adaptive") is not True:
                 return {"spec": {"checkpoint": {"adaptive": True}}}
     return None
 
 
-NO_PATCH: Mapping[FailureClass, str] = {
-    FailureClass.USER_CONFIG: "Which setting to change only the message says: no change is right for every such failure.",
-    FailureClass.USER_DATA: "No setting makes wrong data right: correct the records, or name others.",
-    FailureClass.USER_MODEL: "No setting makes a wrong model right: correct its files, or name another.",
-    FailureClass.NON_FINITE: "No lower learning rate can be proposed, because the job's own is not known.",
-    FailureClass.DEVICE_OUT_OF_MEMORY: "No setting takes less memory: use a profile with larger devices, or more nodes.",
-    FailureClass.DEVICE_FAULT: "No setting repairs a device: a node that is cordoned is not used again.",
-    FailureClass.HOST_OUT_OF_MEMORY: "No setting of the job takes less of this pod's memory, which its profile gives it.",
-    FailureClass.DISK_FULL: "No setting writes less: enlarge the claim, or make room on it.",
-    FailureClass.COLLECTIVE: "No setting repairs the network, and most often another rank failed first: its log says why.",
-    FailureClass.STALLED: "The ranks have the longest time already that may be set: their stacks say where they wait.",
-    FailureClass.SOURCE_UNAVAILABLE: "No setting has a source answer.",
-    FailureClass.DESTINATION_REFUSED: "Whether the destination, its Secret or what it holds is to change only its answer says.",
-    FailureClass.DESTINATION_UNAVAILABLE: "No setting has a destination answer.",
-    FailureClass.CHECKPOINT_INVALID: "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
-    FailureClass.PLAN_MISMATCH: "The spec is not at fault: a new job gets a plan of its own.",
-    FailureClass.VERIFICATION_FAILED: "No setting makes a merged model right: verification.json says what differs, and the "
-    "adapter is kept.",
-    FailureClass.PREEMPTED: "Nothing is wrong with the job.",
-    FailureClass.INFRASTRUCTURE: "No setting keeps a pod on a node.",
-    FailureClass.NODE_LOST: "No setting brings a node back.",
-    FailureClass.REJECTED: "No setting makes room on a node.",
-    FailureClass.IMAGE_PULL: "The image is the profile's, and no setting changes it.",
-    FailureClass.MOUNT: "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
-    FailureClass.ADMISSION: "The pods are made as their profile says, which no setting of the job changes.",
-    FailureClass.INTERNAL: "Nothing is known of which setting could help: the exception and the log say what happened.",
-    FailureClass.UNKNOWN: "Nothing is known of what happened, so no change can be proposed.",
-}
-"""Why no change of the manifest is proposed, if `patch_for` has none."""
+ADVICE: Mapping[str, Mapping[str, str]] = tomllib.loads(files("finetune_cli.jobs").joinpath("advice.toml").read_text())
+NO_PATCH = {FailureClass(word): reason for word, reason in ADVICE["no_patch"].items()}
+"""Failure class -> why no change of the manifest is proposed, if `patch_for` returns None."""
 
 
 def _less_memory(job: SeenJob) -> Patch | None:
-    """Settings with which a rank needs less memory, the cheapest change first."""
+    """Return the cheapest change with which a rank needs less memory."""
     micro = _effective(job, "microBatchSize")
     if isinstance(micro, int) and micro > 1:
         return {"spec": {"training": {"microBatchSize": micro // 2 if micro % 2 == 0 else 1}}}
@@ -96,7 +72,7 @@ def _less_memory(job: SeenJob) -> Patch | None:
 
 
 def _lower_rate(job: SeenJob) -> Patch | None:
-    """Half of the rate, or the usual one if that is lower still: what is far too high diverges with half of it as well."""
+    """Propose half of the rate, or the usual rate if that is lower: half of a rate that is far too high still diverges."""
     rate = _effective(job, "learningRate")
     number = documents.decimal(rate) if isinstance(rate, str) else None
     if number is None or number <= 0:
@@ -108,7 +84,7 @@ def _lower_rate(job: SeenJob) -> Patch | None:
 
 
 def _longer_waits(job: SeenJob) -> Patch | None:
-    """Longer deadlines of both that detect a stall: the ranks' watchdog and, if it is set, the operator's."""
+    """Return longer deadlines for detecting a stall: that of the ranks' watchdog and, if it is set, the operator's."""
     seconds = documents.number(job.spec, "training", "stepTimeoutSeconds") or TrainingSpec().step_timeout_seconds
     deadline = documents.number(job.spec, "run", "stallDeadlineSeconds")
     patch: Patch = {}
@@ -131,7 +107,7 @@ def _less_disk(job: SeenJob, role: str) -> Patch | None:
 
 
 def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
-    """A setting of a part of the spec as the manifest or, if it leaves it open, the plan has it."""
+    """Return a setting in a part of the spec, from the manifest or, if it is not set there, from the plan."""
     written = documents.value(job.spec, part, setting)
     if written is not None or job.status.plan is None:
         return written
@@ -145,7 +121,7 @@ def _effective(job: SeenJob, setting: str, part: str = "training") -> object:
 
 
 def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
-    """The JSON merge patch (RFC 7396) from one object to the other; empty if they are the same."""
+    """Return the JSON merge patch (RFC 7396) from one object to the other; empty if they are equal."""
     patch: Patch = {key: None for key in before if key not in after}
     for key, value in after.items():
         earlier = before.get(key)
@@ -153,14 +129,14 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
             inner = merge_patch(earlier, value)
             if inner:
                 patch[key] = inner
-        # Compared as text: true is not 1.
+        # Compared as text, because True == 1 in Python.
         elif key not in before or json.dumps(earlier) != json.dumps(value):
             patch[key] = value
     return patch
 
 
 def assignments(patch: Mapping[str, Any], path: str) -> Iterable[str]:
-    """A patch as `fork --set` takes it: texts as they are, other values as JSON, nothing for a field that goes."""
+    """Yield a patch as arguments of `fork --set`: strings as they are, other values as JSON, nothing for a removed field."""
     for key, value in patch.items():
         place = f"{path}{key}"
         if isinstance(value, Mapping):

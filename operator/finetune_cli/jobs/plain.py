@@ -1,21 +1,21 @@
-"""Texts of strangers for a terminal: no control characters, no escapes, no more than fits."""
+"""Makes untrusted text safe for a terminal: without control characters, and not too long."""
 
 from __future__ import annotations
 
 MOST = 4096
-"""Characters of a text that is shown; longer ones are cut."""
+"""Maximum number of characters of a text that are shown; a longer text is cut."""
 _CUT = "..."
 
 
 def plain(text: object, most: int = MOST) -> str:
-    """The text on one line: runs of white space become a blank, what does not print becomes its escape, as in Python."""
+    """Return the text on one line: runs of white space become a space, and unprintable characters become Python's escapes."""
     cut = " ".join(str(text)[: 2 * most].split())
     shown = harmless(cut)
     return shown if len(shown) <= most else shown[: max(most - len(_CUT), 0)] + _CUT
 
 
 def harmless(line: str) -> str:
-    """A line with the escapes of what does not print, except tabs."""
+    """Return a line with unprintable characters, except tabs, replaced by Python's escapes."""
     if line.isprintable():
         return line
     return "".join(one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode() for one in line)

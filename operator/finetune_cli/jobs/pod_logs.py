@@ -1,4 +1,4 @@
-"""Which pods' logs are asked for, and which of their lines."""
+"""Chooses the pods whose logs are read, and the lines of a rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ class LogRequest:
     attempt: int | None = None
     """The attempt; None: the latest."""
     rank: int | None = None
-    """Rank of the gang; None: all."""
+    """Rank of training; None: all ranks."""
     failed: bool = False
     """Only pods that ended without success."""
+    follow: bool = False
+    since_seconds: int | None = None
+    tail: int | None = None
+    """Lines of each pod or rank, from the end; None: all."""
 
 
 def chosen_pods(job: SeenJob, pods: Sequence[SeenPod], request: LogRequest) -> list[SeenPod]:
-    """The pods of one stage and attempt, in the order of their node ranks."""
+    """Return the pods of one stage and attempt, in the order of their node ranks."""
     candidates = [pod for pod in pods if not request.failed or pod.phase == "Failed"]
     stage = str(request.stage) if request.stage is not None else _stage(job, candidates)
     candidates = [pod for pod in candidates if pod.role == stage]
@@ -38,13 +42,13 @@ def chosen_pods(job: SeenJob, pods: Sequence[SeenPod], request: LogRequest) -> l
 
 
 def _stage(job: SeenJob, pods: Sequence[SeenPod]) -> str:
-    """The current stage if it has pods, else the stage of the newest pod."""
+    """Return the current stage if it has pods, else the stage of the newest pod."""
     current = stage_name(job)
     return current if any(pod.role == current for pod in pods) else pods[-1].role if pods else current
 
 
 def ranks_per_node(job: SeenJob) -> int:
-    """How many ranks a pod of the gang runs."""
+    """Return how many ranks a pod of the gang runs."""
     return max(job.num_ranks // job.num_nodes, 1)
 
 

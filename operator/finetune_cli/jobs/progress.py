@@ -1,4 +1,4 @@
-"""Where a job is: its state and stage in one word each, how far it is, and when it will be done. `now` is the caller's clock."""
+"""The progress of a job: its state and stage in one word each, its figures, and its time left. `now` is the caller's clock."""
 
 from __future__ import annotations
 
@@ -20,34 +20,26 @@ STAGE_NAMES = {
     ConditionType.MERGED: "merge",
     ConditionType.PUBLISHED: "publish",
 }
-"""Stages in their order; each but the first is a `Role`."""
-_UNDER_WAY = (
-    Phase.FETCHING,
-    Phase.PREFLIGHT,
-    Phase.TRAINING,
-    Phase.MERGING,
-    Phase.PUBLISHING,
-    Phase.FINISHING,
-    NOT_SEEN,
-)
-"""Phases that say no more than the stage."""
+"""Condition -> name of its stage, in order; each name but the first is a `Role`."""
+_UNDER_WAY = (Phase.FETCHING, Phase.PREFLIGHT, Phase.TRAINING, Phase.MERGING, Phase.PUBLISHING, Phase.FINISHING, NOT_SEEN)
+"""Phases that say no more than the stage does."""
 _NOT_BEGUN = (Reason.PENDING, Reason.NOT_OBSERVED)
 
 
 def current_stage(job: SeenJob) -> Condition | None:
-    """The first stage that is not done; None if all are, or nothing is known."""
+    """Return the condition of the first stage that is not done; None if all are done, or nothing is known."""
     conditions = (find_condition(job.status.conditions, kind) for kind in STAGES)
-    return next((each for each in conditions if each is not None and each.status != "True"), None)
+    return next((condition for condition in conditions if condition is not None and condition.status != "True"), None)
 
 
 def stage_name(job: SeenJob) -> str:
-    """Name of the current stage; empty if there is none."""
+    """Return the name of the current stage; empty if there is none."""
     stage = current_stage(job)
     return "" if stage is None else STAGE_NAMES[stage.type]
 
 
 def state(job: SeenJob) -> str:
-    """`Running`, what holds the job up (`Queued`, `Unschedulable`, ...), or how it has ended."""
+    """Return `Running`, what holds the job up (`Queued`, `Unschedulable`, ...), or how it has ended."""
     phase, stage = job.phase, current_stage(job)
     if phase not in _UNDER_WAY or stage is None or stage.reason in _NOT_BEGUN:
         return phase
@@ -56,7 +48,7 @@ def state(job: SeenJob) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Numbers of the training as the status has them; None is not known."""
+    """Figures of the training from the status; None: not known."""
 
     step: int
     total: int
@@ -76,26 +68,26 @@ class Figures:
 
 
 def figures(job: SeenJob) -> Figures | None:
-    """Figures of the training; None before the first report of progress."""
+    """Return the figures of the training; None before the first report of progress."""
     progress = job.status.progress
     if progress is None or progress.total_steps <= 0:
         return None
     return Figures(
-        step=progress.step,
-        total=progress.total_steps,
-        loss=decimal(progress.loss),
-        eval_loss=decimal(progress.eval_loss),
-        initial_eval_loss=decimal(progress.initial_eval_loss),
-        tokens_per_second=decimal(progress.tokens_per_second),
-        calculated_tokens_per_second=decimal(progress.calculated_tokens_per_second),
-        mfu=decimal(progress.mfu),
-        goodput=decimal(progress.goodput),
-        checkpoint=progress.checkpoint_step,
+        progress.step,
+        progress.total_steps,
+        decimal(progress.loss),
+        decimal(progress.eval_loss),
+        decimal(progress.initial_eval_loss),
+        decimal(progress.tokens_per_second),
+        decimal(progress.calculated_tokens_per_second),
+        decimal(progress.mfu),
+        decimal(progress.goodput),
+        progress.checkpoint_step,
     )
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
-    """Seconds to the last step, at the pace since the first one, including interruptions; None while nothing trains or is due."""
+    """Return the seconds to the last step at the pace since the first step, with interruptions; None while they are not known."""
     progress = job.status.progress
     if progress is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
@@ -104,28 +96,32 @@ def seconds_left(job: SeenJob, now: datetime) -> float | None:
         return None
     pace = (latest - first).total_seconds() / (progress.step - 1)
     left = (progress.total_steps - progress.step) * pace - (now - latest).total_seconds()
-    # Long after it should have been done, nobody knows.
+    # If the training should have ended long ago, the estimate means nothing.
     return left if left >= 0 else None
 
 
 def seconds_between(start: str, end: str, now: datetime) -> float | None:
-    """Seconds between two times in a status, or until now if the second is not set; None without a first."""
+    """Return the seconds between two times in a status, or until now if the second is not set; None without the first."""
     begun, ended = moment(start), moment(end) or now
     return None if begun is None else max((ended - begun).total_seconds(), 0.0)
 
 
 def device_seconds(job: SeenJob, now: datetime) -> float:
-    """Seconds of devices that the training pods held, from when all had a node."""
-    return sum(
-        (seconds_between(each.scheduled_time or each.start_time, each.end_time, now) or 0.0) * ranks_of(job, each)
-        for each in job.attempts_of(Role.TRAIN)
-        if each.scheduled_time or each.running_time
-    )
+    """Return the device seconds of the training pods: those that the status has counted, and an estimate for the time since.
 
-
-def ranks_of(job: SeenJob, attempt: Attempt) -> int:
-    """Ranks of one attempt: an elastic gang has fewer at times, and never more, whatever is written into its status."""
-    return job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
+    The estimate begins when all pods had a node. Earlier releases of the operator counted nothing.
+    """
+    counted, trained = job.status.gpu_seconds, find_condition(job.status.conditions, ConditionType.TRAINED)
+    is_running = trained is not None and trained.reason == Reason.RUNNING
+    since = job.status.gpu_seconds_until
+    estimated = 0.0
+    for attempt in job.attempts_of(Role.TRAIN):
+        if (attempt.scheduled_time or attempt.running_time) and (is_running if not attempt.end_time else counted is None):
+            # An elastic gang may have fewer ranks at times, but never more, whatever its status says.
+            ranks = job.num_ranks if attempt.ranks is None else min(max(attempt.ranks, 1), job.num_ranks)
+            begun = max(attempt.scheduled_time or attempt.start_time, since)
+            estimated += (seconds_between(begun, attempt.end_time, now) or 0.0) * ranks
+    return estimated if counted is None else estimated + counted.waiting + counted.productive + counted.lost
 
 
 @dataclass(frozen=True)
@@ -138,18 +134,18 @@ class TimelineStage:
     message: str
     begun: datetime | None
     seconds: float | None
-    """Over all its attempts, the pauses between them included."""
+    """Seconds of all its attempts, including the pauses between them."""
     attempts: tuple[Attempt, ...]
 
 
 def timeline(job: SeenJob, now: datetime) -> list[TimelineStage]:
-    """All stages in order."""
+    """Return the rows of all stages, in order."""
     rows = []
     for kind, name in STAGE_NAMES.items():
         condition = find_condition(job.status.conditions, kind)
         if condition is None:
             continue
-        attempts = tuple(each for each in job.status.attempts if each.role == name)
+        attempts = tuple(attempt for attempt in job.status.attempts if attempt.role == name)
         begun = attempts[0].start_time if attempts else ""
         seconds = seconds_between(begun, attempts[-1].end_time, now) if attempts else None
         done = condition.status == "True" and condition.reason != Reason.SKIPPED

@@ -1,4 +1,4 @@
-"""A job of a cluster once more: the manifest that runs its plan again, and what the results of both have in common."""
+"""Runs a job of a cluster again: makes the manifest of the second job, and compares the inputs and results of both jobs."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ _LAYOUT = OutputLayout(Path())
 ADAPTER, MERGED = str(_LAYOUT.adapter), str(_LAYOUT.merged)
 _MANIFESTS = {f"{name}/manifest.json": name for name in (ADAPTER, MERGED)}
 RESULT_FILES = (*_MANIFESTS, str(_LAYOUT.provenance))
-"""Files of the results that have the digests of adapter and merged model, and the devices that trained them."""
+"""Files of the results that hold the digests of adapter and merged model, and name the devices that trained them."""
 _SUFFIX = "-reproduced"
 _CHOSEN_BY_MEMORY = (RECOMPUTATION_FIELD, "spec.training.microBatchSize")
-"""Settings that other nodes, with another share of memory, might choose differently."""
+"""Settings that might be chosen differently on other nodes, where a rank has another share of memory."""
 _MOST_NAMED = 5
 
 
 def reproduction_name(name: str) -> str:
-    """`tune-reproduced` after `tune`, of at most `MAX_JOB_NAME` characters."""
+    """Return `tune-reproduced` for `tune`, with at most `MAX_JOB_NAME` characters."""
     return f"{name[: MAX_JOB_NAME - len(_SUFFIX)].rstrip('-.')}{_SUFFIX}"
 
 
 def reproduction_of(job: SeenJob, name: str, nodes: int | None, folder: str) -> dict[str, Any]:
-    """A job of the same spec that publishes nothing: its results go to a folder of this name on a claim.
+    """Return a job with the same spec that publishes nothing: its results go to `folder` on a claim.
 
-    nodes: on which it trains; None: as many as the job. Raises LocalError.
+    nodes: number of nodes of the new job; None: as many as `job` has. Raises LocalError.
     """
+    written = documents.text(job.spec, "output", "destination")
+    claim = documents.text(job.spec, "workspace", "claimName") or workspace_claim_name(name)
+    destination = other_destination(written, folder) if written.startswith("pvc://") else f"pvc://{claim}/{folder}"
     changes = [
-        FieldChange(field="spec.output.destination", value=_destination(job, name, folder)),
+        FieldChange(field="spec.output.destination", value=destination),
         FieldChange(field="spec.output.secretRef", value=None),
-        # Its report is for nobody, and its samples take as long as those of the first one.
+        # Nobody reads its report, and its sample answers would take as long as those of the first job.
         FieldChange(field="spec.output.sampleAnswers", value=0),
         *_node_changes(job, nodes),
     ]
@@ -56,26 +59,18 @@ def reproduction_of(job: SeenJob, name: str, nodes: int | None, folder: str) -> 
 
 
 def reproduces(document: Mapping[str, Any], job: SeenJob) -> bool:
-    """Whether a job was made to run this one again."""
+    """Whether the job in `document` was created to run `job` again."""
     return documents.text(document, "metadata", "annotations", ANNOTATION_REPRODUCES) == job.uid
 
 
-def _destination(job: SeenJob, name: str, folder: str) -> str:
-    written = documents.text(job.spec, "output", "destination")
-    if written.startswith("pvc://"):
-        return other_destination(written, folder)
-    claim = documents.text(job.spec, "workspace", "claimName") or workspace_claim_name(name)
-    return f"pvc://{claim}/{folder}"
-
-
 def _node_changes(job: SeenJob, nodes: int | None) -> list[FieldChange]:
-    """Changes that spread the same ranks over so many nodes: sums are taken over the ranks that the job asks for."""
+    """Return changes that spread the job's ranks over `nodes`. Their number stays, because gradients are summed over them."""
     if nodes is None or nodes == job.num_nodes:
         return []
     if documents.text(job.spec, "training", "reduction") != GradientReduction.ORDERED:
         raise LocalError(
-            f"--nodes {nodes}: {job.title} adds up gradients in an order of its own {job.num_nodes} nodes, and on another number "
-            "gives other bytes; leave --nodes out, and set spec.training.reduction to Ordered in the next job"
+            f"--nodes {nodes}: {job.title} adds up gradients in an order that depends on its {job.num_nodes} nodes, and a "
+            "different number gives different bytes; leave --nodes out, and set spec.training.reduction to Ordered in a new job"
         )
     if job.num_ranks % nodes:
         raise LocalError(
@@ -101,28 +96,36 @@ class Results:
     files: Mapping[str, str]
     """SHA-256 of each file of the adapter and of the merged model, by its name in the results."""
     devices: frozenset[str]
-    """Devices that trained it; empty: they are not known."""
+    """Devices that trained the adapter; empty: they are not known."""
 
 
 def read_results(job: SeenJob, printed: Iterable[Mapping[str, Any]]) -> Results:
-    """Read what a pod printed of RESULT_FILES, whatever is in it. Raises LocalError if that is not what the job left."""
+    """Read RESULT_FILES as a pod printed them; they may hold anything. Raises LocalError if they are not what the job wrote."""
     texts: dict[str, str] = {}
     for each in printed:
         if each.get("cut") is True:
             raise _unusable(job, f"{plain(each.get('file', 'what was read'), 200)} is longer than can be read")
         if isinstance(each.get("line"), str):
             texts[str(each.get("file"))] = f"{texts.get(str(each.get('file')), '')}{each['line']}\n"
-    known = {one.name: one.sha256 for one in job.status.artifacts if one.sha256}
+    known = {artifact.name: artifact.sha256 for artifact in job.status.artifacts if artifact.sha256}
     files: dict[str, str] = {}
     for path, name in _MANIFESTS.items():
         if path not in texts:
             continue
         if known.get(name, sha256 := hashlib.sha256(texts[path].encode()).hexdigest()) != sha256:
             raise _unusable(job, f"{path} is {sha256}, and its status names {known[name]}: somebody has changed it")
-        files |= {f"{name}/{file}": digest for file, digest in _digests(texts[path]).items()}
+        manifest = _loaded(texts[path])
+        # Training writes a mapping of files, the merge a list.
+        listed = [
+            *documents.part(manifest, "files").items(),
+            *((documents.text(entry, "name"), entry) for entry in documents.elements(manifest, "files")),
+        ]
+        files |= {f"{name}/{file}": digest for file, entry in listed if file and (digest := documents.text(entry, "sha256"))}
     if not files:
-        raise _unusable(job, f"there is none of {', '.join(_MANIFESTS)}")
-    return Results(files, _devices(texts.get(str(_LAYOUT.provenance), "")))
+        raise _unusable(job, f"none of these files exists: {', '.join(_MANIFESTS)}")
+    provenance = _loaded(texts.get(str(_LAYOUT.provenance), ""))
+    attempts = documents.elements(provenance, "predicate", "buildDefinition", "internalParameters", "attempts")
+    return Results(files, frozenset(device for attempt in attempts if (device := documents.text(attempt, "device"))))
 
 
 def _unusable(job: SeenJob, message: str) -> LocalError:
@@ -136,44 +139,34 @@ def _loaded(text: str) -> Any:
         return None
 
 
-def _digests(text: str) -> dict[str, str]:
-    """Digests by name in a manifest: training has a mapping of files, the merge a list."""
-    manifest = _loaded(text)
-    listed = [
-        *((str(name), entry) for name, entry in documents.part(manifest, "files").items()),
-        *((documents.text(entry, "name"), entry) for entry in documents.elements(manifest, "files")),
-    ]
-    return {name: documents.text(entry, "sha256") for name, entry in listed if name and documents.text(entry, "sha256")}
+def has_error(findings: Iterable[Finding]) -> bool:
+    """Whether one of the findings is an error."""
+    return any(finding.severity == "error" for finding in findings)
 
 
-def _devices(text: str) -> frozenset[str]:
-    attempts = documents.elements(_loaded(text), "predicate", "buildDefinition", "internalParameters", "attempts")
-    return frozenset(device for each in attempts if (device := documents.text(each, "device")))
+def data_differs(before: str, now: str) -> list[Finding]:
+    """Return a finding that the prepared data has changed, if the digests differ."""
+    message = (
+        f"the prepared data differs from before, when it was {before}: the records, the tokenizer or the libraries that prepare "
+        "them have changed"
+    )
+    same = before == now
+    return [] if same else [audit_finding("audit-data-differs", field="spec.data.source", value=now, message=message)]
 
 
 def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
-    """Differences in what preflight found, as far as both have reported it."""
+    """Return findings on the differences between the reports of preflight, if both jobs have one."""
     before, now = first.status.plan, second.status.plan
     if before is None or now is None:
         return []
-    findings = []
-    if before.data_hash and now.data_hash and before.data_hash != now.data_hash:
-        findings.append(
-            audit_finding(
-                "audit-data-differs",
-                field="spec.data.source",
-                value=now.data_hash,
-                message=f"the records give other prepared data than they did, {before.data_hash}: records, tokenizer or the "
-                "libraries that prepare them have changed",
-            )
-        )
+    findings = data_differs(before.data_hash, now.data_hash) if before.data_hash and now.data_hash else []
     if before.model_digest and now.model_digest and before.model_digest != now.model_digest:
         findings.append(
             audit_finding(
                 "audit-base-differs",
                 field="spec.model.source",
                 value=now.model_digest,
-                message=f"the base model is another one than it was, {before.model_digest}",
+                message=f"the base model has changed; its digest was {before.model_digest}",
             )
         )
     if before.trainer_image and now.trainer_image and before.trainer_image != now.trainer_image:
@@ -182,8 +175,8 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
                 "audit-not-proven",
                 field="trainerImage",
                 value=plain(now.trainer_image, 300),
-                message=f"the profile names another trainer image than {plain(before.trainer_image, 300)}: bytes may differ for "
-                "that reason alone",
+                message=f"the profile names a different trainer image from {plain(before.trainer_image, 300)}: bytes may differ "
+                "for that reason alone",
                 fix="Name the first image in a profile to compare under the same conditions",
             )
         )
@@ -191,7 +184,7 @@ def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
 
 
 def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
-    """The files that are not the same, the adapter's first. note: what may explain it."""
+    """Return findings on the files that differ, the adapter's first. note: what may explain the difference."""
     findings = []
     for name in (ADAPTER, MERGED):
         names = [each for each in sorted({*first.files, *second.files}) if each.startswith(f"{name}/")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -23,21 +23,39 @@ NOT_SEEN = Phase.PENDING
 
 
 @dataclass(frozen=True)
-class SeenJob:
-    """A FineTuneJob."""
+class SeenObject:
+    """An object of the API server, which may hold anything."""
 
     document: Mapping[str, Any]
-    status: FineTuneJobStatus
-    unreadable: tuple[str, ...] = ()
-    """Fields of the status that could not be read, and so count as absent."""
-    is_on_cpu: bool = False
-    """Whether its profile names no GPU, as far as that was looked at."""
-    context: str | None = None
-    """Context of the kubeconfig that the user named; None: the current one."""
 
     @property
     def name(self) -> str:
         return documents.text(self.document, "metadata", "name")
+
+    @property
+    def uid(self) -> str:
+        return documents.text(self.document, "metadata", "uid")
+
+    @property
+    def created(self) -> datetime | None:
+        return documents.moment(documents.text(self.document, "metadata", "creationTimestamp"))
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return documents.texts(self.document, "metadata", "labels")
+
+
+@dataclass(frozen=True)
+class SeenJob(SeenObject):
+    """A FineTuneJob."""
+
+    status: FineTuneJobStatus
+    unreadable: tuple[str, ...] = ()
+    """Fields of the status that could not be read, and so count as absent."""
+    is_on_cpu: bool = False
+    """Whether the job's profile is known to name no GPU."""
+    context: str | None = None
+    """Context of the kubeconfig that the user named; None: the current one."""
 
     @property
     def namespace(self) -> str:
@@ -54,35 +72,23 @@ class SeenJob:
         return place_flags(self.namespace, self.context)
 
     def command(self, verb: str, *more: str) -> str:
-        """A command about this job, for a shell, wherever it is typed."""
+        """Return a shell command about this job that works wherever it is typed."""
         subject = f"job/{self.name}" if verb == "explain" else self.name
         return shlex.join(["finetune", verb, subject, *self.flags, *more])
 
     @property
-    def uid(self) -> str:
-        return documents.text(self.document, "metadata", "uid")
-
-    @property
     def resource_version(self) -> str:
-        """Changes with everything that is written to it."""
+        """Version of the object, which changes with every write."""
         return documents.text(self.document, "metadata", "resourceVersion")
 
     @property
     def generation(self) -> int:
-        """Grows with each change of the spec."""
+        """Number that grows with each change of the spec."""
         return documents.number(self.document, "metadata", "generation") or 0
 
     @property
-    def created(self) -> datetime | None:
-        return documents.moment(documents.text(self.document, "metadata", "creationTimestamp"))
-
-    @property
-    def labels(self) -> dict[str, str]:
-        return documents.texts(self.document, "metadata", "labels")
-
-    @property
     def team(self) -> str:
-        """The team that is charged for it."""
+        """The team that is charged for the job."""
         return self.labels.get(LABEL_TEAM) or self.namespace
 
     @property
@@ -91,16 +97,16 @@ class SeenJob:
 
     @property
     def profile(self) -> str:
-        """Name of its profile."""
+        """Name of the job's profile."""
         return documents.text(self.spec, "profile") or DEFAULT_PROFILE
 
     def with_profile(self, profile: Mapping[str, Any] | None) -> SeenJob:
-        """The job with the devices that its profile names; None: the profile was not seen."""
+        """Return the job with `is_on_cpu` as its profile says; None: the profile was not seen."""
         return replace(self, is_on_cpu=profile is not None and documents.value(profile, "spec", "gpu") is None)
 
     @property
     def num_ranks(self) -> int:
-        """Devices of all training pods together; on the CPU, ranks."""
+        """Number of ranks of all training pods together; each rank has one device."""
         return self.num_nodes * max(documents.number(self.spec, "parallelism", "processesPerNode") or 1, 1)
 
     @property
@@ -114,53 +120,50 @@ class SeenJob:
 
     @property
     def started(self) -> datetime | None:
-        """When its plan was frozen."""
+        """When the job's plan was frozen."""
         return documents.moment(self.status.start_time)
 
     @property
     def num_nodes(self) -> int:
-        """Pods of the gang."""
+        """Number of pods of the gang."""
         return max(documents.number(self.spec, "parallelism", "nodes") or 1, 1)
 
     @property
     def batch_jobs(self) -> frozenset[str]:
-        """Names of the Jobs of its attempts, as far as the status remembers them."""
-        return frozenset(batch_job_name(self.name, each.role, each.number, self.num_nodes) for each in self.status.attempts)
+        """Names of the Jobs of the attempts that the status remembers."""
+        return frozenset(
+            batch_job_name(self.name, attempt.role, attempt.number, self.num_nodes) for attempt in self.status.attempts
+        )
 
     def attempts_of(self, role: Role) -> list[Attempt]:
-        """The latest ones, oldest first."""
-        return [each for each in self.status.attempts if each.role is role]
+        """Return the attempts of a role that the status remembers, oldest first."""
+        return [attempt for attempt in self.status.attempts if attempt.role is role]
 
 
 def place_flags(namespace: str, context: str | None) -> tuple[str, ...]:
-    """Options that name a namespace and, if the user named one, a context."""
+    """Return options that name a namespace and, if the user named one, a context."""
     return ("-n", namespace, *(() if context is None else ("--context", context)))
 
 
 def seen_job(document: Mapping[str, Any]) -> SeenJob:
-    """A job whatever its status holds: each field that cannot be read is left out, and named."""
+    """Return a job whose status may hold anything: fields that cannot be read are left out, and named in `unreadable`."""
     content = dict(documents.part(document, "status"))
-    try:
+    if _can_be_read(content):
         return SeenJob(document, read_status(content))
-    except (ValidationError, TypeError, AttributeError, ValueError):
-        kept = {key: readable for key, value in content.items() if (readable := _readable(key, value)) is not None}
+    kept: dict[str, Any] = {}
+    for key, value in content.items():
+        # Of a list, the elements that can be read are kept.
+        readable = [each for each in value if _can_be_read({key: [each]})] if isinstance(value, list) else None
+        for candidate in (value, readable):
+            if candidate is not None and key not in kept and _can_be_read({key: candidate}):
+                kept[key] = candidate
     unreadable = tuple(sorted(key for key in content if kept.get(key) != content[key]))
     return SeenJob(document, read_status(kept), unreadable)
 
 
-def _readable(key: str, value: object) -> object:
-    """The readable part of a field; for a list, its readable elements."""
-    if _can_be_read(key, value):
-        return value
-    if not isinstance(value, list):
-        return None
-    kept = [one for one in value if _can_be_read(key, [one])]
-    return kept if _can_be_read(key, kept) else None
-
-
-def _can_be_read(key: str, value: object) -> bool:
+def _can_be_read(status: dict[str, Any]) -> bool:
     try:
-        read_status({key: value})
+        read_status(status)
     except (ValidationError, TypeError, AttributeError, ValueError):
         return False
     return True
@@ -170,43 +173,32 @@ def _can_be_read(key: str, value: object) -> bool:
 class SeenContainer:
     """A container of a pod."""
 
-    name: str
     state: str
     """`running`, `waiting`, `terminated`, or empty."""
-    reason: str = ""
-    message: str = ""
-    exit_code: int | None = None
-    restarts: int = 0
+    reason: str
+    message: str
+    exit_code: int | None
 
 
 @dataclass(frozen=True)
-class SeenPod:
+class SeenPod(SeenObject):
     """A pod of a job."""
 
-    document: Mapping[str, Any]
-    containers: tuple[SeenContainer, ...] = field(default=())
-
-    @property
-    def name(self) -> str:
-        return documents.text(self.document, "metadata", "name")
-
-    @property
-    def uid(self) -> str:
-        return documents.text(self.document, "metadata", "uid")
+    containers: tuple[SeenContainer, ...]
 
     @property
     def role(self) -> str:
-        """A `Role`, or what another release calls one."""
-        return documents.text(self.document, "metadata", "labels", LABEL_ROLE)
+        """A `Role`, or the name of a role of another release."""
+        return self.labels.get(LABEL_ROLE, "")
 
     @property
     def attempt(self) -> int:
-        return _whole(documents.text(self.document, "metadata", "labels", LABEL_ATTEMPT))
+        return _whole(self.labels.get(LABEL_ATTEMPT, ""))
 
     @property
     def node_rank(self) -> int:
-        """Its place in the gang; 0 for the other roles."""
-        return _whole(documents.text(self.document, "metadata", "labels", INDEX_LABEL))
+        """Place of a training pod in the gang; 0 for pods of other roles."""
+        return _whole(self.labels.get(INDEX_LABEL, ""))
 
     @property
     def node(self) -> str:
@@ -218,35 +210,19 @@ class SeenPod:
         return documents.text(self.document, "status", "phase")
 
     @property
-    def created(self) -> datetime | None:
-        return documents.moment(documents.text(self.document, "metadata", "creationTimestamp"))
-
-    @property
-    def is_ended(self) -> bool:
-        return self.phase in ("Succeeded", "Failed")
-
-    @property
     def has_logs(self) -> bool:
-        """Whether a container of it has run."""
-        return any(one.state in ("running", "terminated") for one in self.containers)
+        """Whether one of its containers has run."""
+        return any(container.state in ("running", "terminated") for container in self.containers)
 
 
 def seen_pod(document: Mapping[str, Any]) -> SeenPod:
-    """A pod whatever its status holds."""
+    """Return a pod whose status may hold anything."""
     containers = []
     for each in documents.elements(document, "status", "containerStatuses"):
         states = documents.part(each, "state")
         state = next(iter(states), "")
-        containers.append(
-            SeenContainer(
-                documents.text(each, "name"),
-                state,
-                documents.text(states, state, "reason"),
-                documents.text(states, state, "message"),
-                documents.number(states, state, "exitCode"),
-                documents.number(each, "restartCount") or 0,
-            )
-        )
+        reason, message = (documents.text(states, state, key) for key in ("reason", "message"))
+        containers.append(SeenContainer(state, reason, message, documents.number(states, state, "exitCode")))
     return SeenPod(document, tuple(containers))
 
 
@@ -255,26 +231,20 @@ class SeenEvent:
     """An event of a job or of one of its pods."""
 
     time: datetime | None
-    """When it was seen last."""
+    """When the event was last seen."""
     kind: str
     """`Normal` or `Warning`."""
     reason: str
     message: str
     subject: str
-    """Kind and name of the object."""
+    """Kind and name of the object that the event is about."""
     count: int = 1
 
 
 def seen_event(document: Mapping[str, Any]) -> SeenEvent:
-    """An event whatever it holds."""
-    last = next(
-        (
-            documents.text(document, *keys)
-            for keys in (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
-            if documents.text(document, *keys)
-        ),
-        "",
-    )
+    """Return an event, which may hold anything."""
+    times = (("series", "lastObservedTime"), ("lastTimestamp",), ("eventTime",), ("metadata", "creationTimestamp"))
+    last = next(filter(None, (documents.text(document, *keys) for keys in times)), "")
     involved = documents.part(document, "involvedObject")
     return SeenEvent(
         documents.moment(last),

@@ -1,4 +1,4 @@
-"""History and checkpoints of a job as a pod printed them from its workspace, read whatever is in them."""
+"""History and checkpoints of a job, as a pod printed them from its workspace. They may hold anything."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class StoredCheckpoint:
 
     step: int
     is_complete: bool
-    """Whether its manifest is there, which is written last."""
+    """Whether its manifest, which is written last, exists."""
     bytes: int
     saved: datetime | None
     loss: float | None
-    """Loss of its step."""
+    """Loss of the checkpoint's step."""
     eval_loss: float | None
-    """Loss of the latest evaluation up to its step."""
+    """Loss of the latest evaluation up to the checkpoint's step."""
     is_best: bool = False
     """Whether its held-out loss is the lowest of all."""
 
@@ -52,32 +52,18 @@ def stored_run(printed: Iterable[Mapping[str, Any]]) -> StoredRun:
     is_cut = False
     for line in printed:
         is_cut = is_cut or line.get("cut") is True
-        folder, _, name = str(line.get("file", "")).rpartition("/")
-        step = checkpoint_step(name) if folder == CHECKPOINTS else None
+        parent, _, name = str(line.get("file", "")).rpartition("/")
+        step = checkpoint_step(name) if parent == CHECKPOINTS else None
         if step is not None and line.get("directory") is True:
             folders[step] = line
         elif line.get("file") == HISTORY and isinstance(line.get("line"), str):
-            point = _point(line["line"])
-            if point is not None:
+            try:
+                point = json.loads(line["line"])
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(point, dict) and isinstance(point.get("step"), int):
                 points[point["step"]] = point
     losses = [loss for step in sorted(points) if (loss := _number(points[step].get("loss"))) is not None]
-    return StoredRun(tuple(losses), tuple(_checkpoints(points, folders)), is_cut)
-
-
-def _point(line: str) -> dict[str, Any] | None:
-    try:
-        point = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    step = point.get("step") if isinstance(point, dict) else None
-    return point if isinstance(step, int) else None
-
-
-def _number(value: object) -> float | None:
-    return documents.decimal(str(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
-def _checkpoints(points: Mapping[int, Mapping[str, Any]], folders: Mapping[int, Mapping[str, Any]]) -> list[StoredCheckpoint]:
     evaluations = {step: loss for step in sorted(points) if (loss := _number(points[step].get("eval_loss"))) is not None}
     lowest = min(evaluations.values(), default=None)
     checkpoints = []
@@ -95,7 +81,11 @@ def _checkpoints(points: Mapping[int, Mapping[str, Any]], folders: Mapping[int, 
                 is_best=held_out is not None and held_out == lowest,
             )
         )
-    return checkpoints
+    return StoredRun(tuple(losses), tuple(checkpoints), is_cut)
+
+
+def _number(value: object) -> float | None:
+    return documents.decimal(str(value)) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _time(written: object) -> datetime | None:

@@ -1,1 +1,1 @@
-"""Local mode: the plan of a job as processes of this machine."""
+"""Local mode: runs the plan of a job as processes on this machine."""

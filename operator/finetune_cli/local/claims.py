@@ -1,4 +1,4 @@
-"""Claims of a job as directories of this machine: a directory of links in place of the mounts of pods."""
+"""Claims of a job as directories on this machine: a directory of links replaces the mounts of pods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_job.plan.run_plan import RunPlan
 OUTPUT_CLAIM = "output-directory"
 """Name under which `--output-dir` appears in a plan."""
 LOCAL_UID = "local"
-"""Stands for the UID that the API server gives; the same job finds its workspace again."""
+"""Replaces the UID that an API server assigns, so that the same job finds its workspace again."""
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
 
 
@@ -26,13 +26,13 @@ class ClaimUse:
 
     name: str
     field: str
-    """The first field of the manifest that names it."""
+    """The first field of the manifest that names the claim."""
     is_input: bool
     """Whether the claim must exist; other claims are created."""
 
 
 def parse_claims(written: Sequence[str]) -> dict[str, Path]:
-    """`NAME=PATH` arguments. Raises LocalError."""
+    """Parse `NAME=PATH` arguments. Raises LocalError."""
     paths: dict[str, Path] = {}
     for text in written:
         name, separator, path = text.partition("=")
@@ -47,7 +47,7 @@ def parse_claims(written: Sequence[str]) -> dict[str, Path]:
 
 
 def claims_of(plan: RunPlan) -> list[ClaimUse]:
-    """Every claim that the plan names, once; inputs first."""
+    """Return each claim that the plan names, inputs first."""
     start = plan.training.start_from
     named: list[tuple[str, ClaimPath, bool]] = [
         *((field, location, location.claim != plan.workspace.claim) for field, location in input_locations(plan)),
@@ -62,20 +62,20 @@ def claims_of(plan: RunPlan) -> list[ClaimUse]:
 
 
 def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
-    """Raises LocalError if a directory is given for a claim that the job does not name."""
+    """Check the claims whose directories are given. Raises LocalError if the job does not name one of them."""
     unknown = sorted(set(given) - {use.name for use in claims})
     if unknown:
         raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
 
 
 def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, Path]) -> dict[str, Path]:
-    """Directory of each claim: the given one, else `root`/name."""
+    """Return the directory of each claim: the given one, else `root`/name."""
     return {use.name: (given.get(use.name) or root / use.name).absolute() for use in uses}
 
 
 def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path) -> None:
-    """Make `view` hold a link for each claim, and nothing else. Raises LocalError if an input does not exist, and OSError; the
-    links are then those of before, by which `--fresh` finds what is to be removed.
+    """Make `view` hold a link for each claim, and nothing else. Raises OSError, or LocalError if an input does not exist; the old
+    links then stay, because `--fresh` finds by them what to remove.
     """
     for use in uses:
         place = places[use.name]
@@ -86,22 +86,23 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
             )
         place.mkdir(parents=True, exist_ok=True)
     view.mkdir(parents=True, exist_ok=True)
-    for use in uses:
-        # No name of a claim begins with a dot.
-        fresh = view / f".{use.name}"
-        fresh.unlink(missing_ok=True)
-        fresh.symlink_to(places[use.name], target_is_directory=True)
-        fresh.replace(view / use.name)
-    names = {use.name for use in uses}
+    # No name of a claim begins with a dot, so these temporary links cannot replace that of a claim.
+    fresh = {use.name: view / f".{use.name}" for use in uses}
+    # All links are made before the first one replaces an old one, so that an error leaves the old links as they were.
+    for name, link in fresh.items():
+        link.unlink(missing_ok=True)
+        link.symlink_to(places[name], target_is_directory=True)
+    for name, link in fresh.items():
+        link.replace(view / name)
     for old in view.iterdir():
-        if old.name not in names:
+        if old.name not in fresh:
             old.unlink()
 
 
 def with_places(finding: Finding, view: Path, directories: Mapping[str, Path]) -> Finding:
-    """Replace links to claims in a text by their directories, and remove the links."""
+    """Replace the links to claims in the message of a finding by their directories."""
     message = finding.message
-    # The name of a claim may begin with that of another.
+    # The name of a claim may begin with the name of another, so the longest names are replaced first.
     for claim in sorted(directories, key=len, reverse=True):
         message = message.replace(str(view / claim), str(directories[claim]))
     return finding.model_copy(update={"message": message})

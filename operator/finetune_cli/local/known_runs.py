@@ -1,4 +1,4 @@
-"""Runs on this machine, seen and stopped from another command: those below one directory of claims."""
+"""The runs below a directory of claims on this machine, which other commands list, follow and stop."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KnownRun:
     plan: RunPlan
     record: RunRecord
     holder: Holder | None
-    """The command that works on it now."""
+    """The command that works on the run now."""
 
     @property
     def title(self) -> str:
@@ -41,7 +41,7 @@ class KnownRun:
         return f"{self.plan.job.namespace}/{self.plan.job.name}"
 
     def progress(self) -> Progress | None:
-        """Progress of rank 0 while it trains; None if it does not answer."""
+        """Return the progress of rank 0; None if the run does not train, or if rank 0 does not answer."""
         if self.holder is None or self.record.stage is not Role.TRAIN:
             return None
         location = self.plan.workspace
@@ -61,30 +61,24 @@ def _known_run(place: RunDirectory) -> KnownRun | None:
 
 
 def named_runs(claims: Path, name: str, namespace: str | None) -> list[KnownRun]:
-    """List the runs of a name; namespace None: of any. Raises LocalError if there is none."""
+    """List the runs with a name, in one namespace or, for None, in any. Raises LocalError if there is none."""
     runs = [run for run in known_runs(claims) if run.plan.job.name == name and namespace in (None, run.plan.job.namespace)]
     if not runs:
-        raise LocalError(f"{name}: no such run below {claims}; `{_listing(claims)}` lists those that there are")
+        title, listing = f"{namespace}/{name}" if namespace else name, shlex.join(["finetune", "list", "--claims", str(claims)])
+        raise LocalError(f"{title}: no such run below {claims}; `{listing}` lists the existing ones")
     return runs
 
 
-def _listing(claims: Path) -> str:
-    return shlex.join(["finetune", "list", "--claims", str(claims)])
-
-
 def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
-    """A job that is running. Raises LocalError."""
-    title = f"{namespace}/{name}"
-    run = next((run for run in known_runs(claims) if run.title == title), None)
-    if run is None:
-        raise LocalError(f"{title}: no such run below {claims}; `{_listing(claims)}` lists those that there are")
+    """Find a job that is running. Raises LocalError."""
+    run = named_runs(claims, name, namespace)[0]  # a rehearsal of the same job is sorted behind it
     if run.holder is None:
-        raise LocalError(f"{title}: nothing of it is running", ExitCode.FAILED)
+        raise LocalError(f"{run.title}: nothing of it is running", ExitCode.FAILED)
     return run
 
 
 def stop(run: KnownRun, seconds: float) -> None:
-    """Ask the command that runs the job to stop, and wait until nothing of it is left. Raises LocalError after `seconds`."""
+    """Ask the command that runs the job to stop, and wait until no process of it is left. Raises LocalError after `seconds`."""
     if run.holder is not None and run.holder.pid:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             os.kill(run.holder.pid, signal.SIGTERM)
@@ -93,14 +87,14 @@ def stop(run: KnownRun, seconds: float) -> None:
         if time.monotonic() > deadline:
             raise LocalError(
                 f"{run.title}: process {holder.pid} is still running after {seconds:.0f} s. Wait for its step and its save, or "
-                "run `finetune stop` again to end it at once",
+                "run `finetune stop` again to kill it at once",
                 ExitCode.FAILED,
             )
         time.sleep(POLL_SECONDS)
 
 
 def attach(run: KnownRun, audience: RunListener) -> None:
-    """Tell of a run that another command works on, until nothing works on it."""
+    """Report the progress of a run on which another command works, until no command does."""
     last: tuple[Role, int] | None = None
     heard: RoleOutput | None = None
     now: KnownRun | None = run

@@ -1,4 +1,4 @@
-"""The trainer as a process of this machine: whether it is installed, one role of the plan, and how signals reach it."""
+"""Runs the trainer as a process on this machine: checks that it is installed, starts one role, and passes signals to it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import Any
 
 from finetune_cli.exit_codes import LocalError
 from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, TerminationReport, parse_envelope
 from finetune_job.names import Role
 
 POLL_SECONDS = 0.5
-"""Between two looks at a process and its progress."""
+"""Seconds between two looks at a process and its progress."""
 PORTS = range(20_000, 32_000)
-"""Below those that the kernel gives to connections."""
+"""Ports below those that the kernel assigns to connections."""
 ONE_SIGNAL_SECONDS = 1.0
-"""Signals within this time of the first are the same one: `timeout` and its like send theirs to the process and to its group."""
+"""Signals within this time of the first count as one: `timeout` and similar programs signal the process and its group."""
+PAUSE_SECONDS = 0.1
+"""Longest time after a signal until a pause ends."""
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_TRAINER = (sys.executable, "-m", "finetune_trainer")
 _NEEDED = ("finetune_trainer", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "jinja2")
 
 
 @dataclass(frozen=True)
 class RoleArguments:
-    """What a role is told."""
+    """The arguments of a role."""
 
     role: Role
     attempt: int
@@ -43,97 +43,91 @@ class RoleArguments:
     claims_root: Path
     termination_log: Path
     lock: int
-    """Descriptor that the process inherits, so that the job stays taken as long as it lives."""
+    """Descriptor of the lock, which the process inherits, so that the job stays locked as long as the process lives."""
     ranks: int | None = None
-    """That train, if not as many as the plan says."""
+    """Number of ranks that train; None: the plan's number."""
     until_step: int | None = None
-    """After which training ends with its state saved."""
-
-    @property
-    def run(self) -> list[str]:
-        """Arguments that all roles of the job have."""
-        return ["--plan", str(self.plan), "--plan-sha256", self.plan_sha256, "--claims-root", str(self.claims_root)]
+    """Step after which training ends with its state saved."""
+    restarts: int = 0
+    """How often the supervisor of training may start its ranks again."""
 
     def arguments(self, master_port: int) -> list[str]:
-        """Of this role."""
-        arguments = [self.role.value, *self.run, "--attempt", str(self.attempt), "--termination-log", str(self.termination_log)]
+        """Return the arguments of the role's process."""
+        options: dict[str, object] = {
+            "plan": self.plan,
+            "plan-sha256": self.plan_sha256,
+            "claims-root": self.claims_root,
+            "attempt": self.attempt,
+            "termination-log": self.termination_log,
+        }
         if self.role is Role.TRAIN:
-            arguments += [
-                "--node-rank",
-                "0",
-                "--master-address",
-                "127.0.0.1",
-                "--master-port",
-                str(master_port),
-                "--observe-port",
-                "0",
-                *([] if self.ranks is None else ["--ranks", str(self.ranks)]),
-                *([] if self.until_step is None else ["--until-step", str(self.until_step)]),
-            ]
-        return arguments
+            options |= {"node-rank": 0, "master-address": "127.0.0.1", "master-port": master_port, "observe-port": 0}
+            options |= {"ranks": self.ranks, "until-step": self.until_step, "restarts": self.restarts or None}
+        words = [word for name, value in options.items() if value is not None for word in (f"--{name}", str(value))]
+        return [self.role.value, *words]
 
 
-class Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+def trainer_command(module: str, *arguments: str) -> list[str]:
+    """Return the command of a program of the trainer, which ends when this process ends.
 
-    stdout: IO[bytes] | None
-
-    @property
-    def pid(self) -> int: ...
-
-    def poll(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int: ...
-
-    def send_signal(self, sig: int) -> None: ...
+    The module is only named and not imported, because the trainer may not be installed.
+    """
+    return [sys.executable, "-m", module, "--parent", str(os.getpid()), *arguments]
 
 
-def start_role(order: RoleArguments, log: Path) -> Process:
-    """Start a role as a process that ends with this one; its output goes to `log`."""
-    command = [*_TRAINER, *order.arguments(free_port()), "--parent", str(os.getpid())]
+def start(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process as the leader of a new session, so that Ctrl-C reaches it once, through `Interruption`."""
+    return subprocess.Popen(command, start_new_session=True, **{"stdin": subprocess.DEVNULL, **options})
+
+
+def start_role(order: RoleArguments, log: Path) -> subprocess.Popen[bytes]:
+    """Start the process of a role; its output goes to `log`."""
+    command = trainer_command("finetune_trainer", *order.arguments(free_port()))
     with log.open("wb") as output:
-        files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-        return subprocess.Popen(command, start_new_session=True, pass_fds=(order.lock,), **files)
+        return start(command, stdout=output, stderr=output, pass_fds=(order.lock,))
 
 
-SAVING = "what runs now saves its state first; Ctrl-C once more ends it at once and loses what it has not saved"
+SAVING = "the running stage saves its state first; Ctrl-C once more kills it at once, and what it has not saved is lost"
 ENDING = "ending at once"
 
 
-def _tell(text: str) -> None:
-    # In a signal's handler: a console may be in the middle of a line, and holds locks.
+def _report(text: str) -> None:
+    # This runs in a signal handler, while a console may be in the middle of a line and hold locks.
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 class Interruption:
-    """Passes SIGINT, SIGTERM and SIGHUP on to the running role as SIGTERM, on which it saves its state; later ones as SIGKILL.
+    """Passes a first SIGINT, SIGTERM or SIGHUP to the running role as SIGTERM, so that it saves its state; later ones as SIGKILL.
 
-    After SIGHUP only that is told, because the terminal is gone, as a rule. A process that was started to ignore it does so.
+    After SIGHUP nothing is written to terminals, which are usually gone. If SIGHUP was ignored at the start, it stays ignored.
     """
 
-    def __init__(self, tell: Callable[[str], None] = _tell, *, stopping: str = SAVING) -> None:
-        """`tell`: of what a signal leads to, at once; called in its handler. `stopping`: what the first one leads to."""
-        self._tell, self._stopping = tell, stopping
-        self._request = threading.Event()
+    def __init__(self, report: Callable[[str], None] = _report, *, stopping: str = SAVING) -> None:
+        """report: is called in the signal's handler with the effect of the signal. stopping: effect of the first signal."""
+        self._report, self._stopping = report, stopping
+        self._is_requested = False
         self._requested_at = 0.0
-        self._process: Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._terminals: list[int] = []
 
     @property
     def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self._request.is_set()
+        """Whether a signal has arrived."""
+        return self._is_requested
 
     def pause(self, seconds: float) -> None:
-        """Wait, but not beyond a signal."""
-        self._request.wait(seconds)
+        """Wait for `seconds`, or until a signal arrives."""
+        # Not with an Event: if a signal arrived while this thread took its lock, the handler would wait for that lock forever.
+        deadline = time.monotonic() + seconds
+        while not self._is_requested and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, PAUSE_SECONDS))
 
     def __enter__(self) -> Interruption:
-        # Only nohup means it: a shell also has its background commands ignore SIGINT.
+        # An ignored SIGHUP is intended, by nohup. An ignored SIGINT is not: a shell sets that for commands in the background.
         is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         taken = [number for number in _STOPPING_SIGNALS if number != signal.SIGHUP or not is_kept]
-        # Asked now: one that is gone is no terminal any more.
+        # Checked now, because a terminal that is gone later no longer counts as a terminal.
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
@@ -144,16 +138,20 @@ class Interruption:
 
     def _handle(self, number: int, _frame: object) -> None:
         now = time.monotonic()
-        if not self._request.is_set():
+        if not self._is_requested:
             self._requested_at = now
-            self._request.set()
-            self._tell(f"stopping: {self._stopping}")
+            self._is_requested = True
+            self._report(f"stopping: {self._stopping}")
             self._send(signal.SIGTERM)
         elif now - self._requested_at >= ONE_SIGNAL_SECONDS:
-            self._tell(ENDING)
+            self._report(ENDING)
             self._send(signal.SIGKILL)
         if number == signal.SIGHUP:
-            _leave(self._terminals)
+            # Writing to a terminal that is gone would end the command before its role, so the output is discarded.
+            for stream in self._terminals:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
 
     def _send(self, number: int) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -164,27 +162,16 @@ class Interruption:
             else:
                 self._process.send_signal(number)
 
-    def watch(self, process: Process | None) -> None:
+    def watch(self, process: subprocess.Popen[bytes] | None) -> None:
         """Pass signals on to this process from now on."""
         self._process = process
         if process is not None and self.requested:
             self._send(signal.SIGTERM)
 
 
-def _leave(terminals: Sequence[int]) -> None:
-    """Writing to a terminal that is gone is an error, at which the command would end before its role."""
-    for stream in terminals:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream)
-        os.close(nowhere)
-
-
-AnyProcess = TypeVar("AnyProcess", bound=Process)
-
-
 @contextlib.contextmanager
-def running(process: AnyProcess, interruption: Interruption) -> Iterator[AnyProcess]:
-    """A process that has ended when the block has. It leads a session, so that a Ctrl-C reaches it once, through us."""
+def running(process: subprocess.Popen[bytes], interruption: Interruption) -> Iterator[subprocess.Popen[bytes]]:
+    """Pass signals on to a process, and kill it and its children at the end of the block."""
     interruption.watch(process)
     try:
         yield process
@@ -198,8 +185,18 @@ def running(process: AnyProcess, interruption: Interruption) -> Iterator[AnyProc
             process.stdout.close()
 
 
+def answer_of(
+    command: Sequence[str], interruption: Interruption | None = None, given: bytes = b""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a process to its end, and return what it printed. given: its standard input."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with running(start(command, **pipes), interruption or Interruption()) as process:
+        answer, errors = process.communicate(given)
+    return subprocess.CompletedProcess(command, process.returncode, answer, errors)
+
+
 def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
-    """Run a role to its end, calling `look` now and then; how it ended. Its output goes to `log`."""
+    """Run a role to its end, call `look` now and then, and return how the role ended. Its output goes to `log`."""
     order.termination_log.unlink(missing_ok=True)
     with running(start_role(order, log), interruption) as process:
         while True:
@@ -216,9 +213,9 @@ def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Ca
 def outcome(
     role: Role, attempt: int, code: int, report: TerminationReport | None, log: Path, *, interrupted: bool = False
 ) -> TerminationReport:
-    """How a role ended: its own report if that agrees with the exit code, else what the exit code alone says.
+    """Return how a role ended: its own report if that agrees with the exit code, else what the exit code alone says.
 
-    `code`: as `subprocess` gives it, so the negative number of a signal that ended the process. `interrupted`: by the user.
+    `code`: exit code, or negative number of the signal that killed the process. `interrupted`: whether the user stopped it.
     """
     if report is not None and (code == 0) == (report.outcome is Outcome.SUCCEEDED):
         if report.failure is None and report.outcome is not Outcome.SUCCEEDED:
@@ -228,26 +225,19 @@ def outcome(
         return report
     if code == 0:
         return TerminationReport(role=role, attempt=attempt, outcome=Outcome.SUCCEEDED)
-    ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    failure, hint = CLASS_OF_EXIT_CODE.get(code, FailureClass.INTERNAL), f"its output is in {log}"
+    message = f"{role} {ended} and left no report"
     if interrupted:
-        message = f"{role} {ended} at your request; the next run continues from what it had saved"
-        return TerminationReport(
-            role=role, attempt=attempt, outcome=Outcome.FAILED, failure=FailureClass.PREEMPTED, message=message
-        )
-    return TerminationReport(
-        role=role,
-        attempt=attempt,
-        outcome=Outcome.FAILED,
-        failure=CLASS_OF_EXIT_CODE.get(code, FailureClass.INTERNAL),
-        message=f"{role} {ended} and left no report",
-        hint=f"its output is in {log}",
-    )
+        failure, hint = FailureClass.PREEMPTED, ""
+        message = f"{role} {ended} at your request; the next run continues from its last save"
+    return TerminationReport(role=role, attempt=attempt, outcome=Outcome.FAILED, failure=failure, message=message, hint=hint)
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nobody listens on now. Raises OSError if there is none.
+    """Find a port of the loopback interface on which no process listens. Raises OSError if there is none.
 
-    It is taken seconds later, by torchrun, and must not be given to a connection meanwhile.
+    torchrun binds the port seconds later; until then, the kernel must not assign it to a connection.
     """
     for port in random.sample(PORTS, k=len(PORTS)):
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -257,7 +247,7 @@ def free_port() -> int:
 
 
 def check_trainer() -> None:
-    """Raises LocalError if the trainer is not installed."""
+    """Check that the trainer is installed. Raises LocalError."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise LocalError(

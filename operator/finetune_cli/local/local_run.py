@@ -1,4 +1,4 @@
-"""The roles of a plan one after the other, each retried within the limits that the operator has, too."""
+"""Runs the roles of a plan one after another, and retries each role within the same limits as the operator."""
 
 from __future__ import annotations
 
@@ -15,23 +15,30 @@ from finetune_cli.local.rank_zero import read_progress
 from finetune_cli.local.role_output import RoleOutput, SaidLine
 from finetune_cli.local.run_directory import RunDirectory, RunRecord, write_record
 from finetune_job.api.status import Restarts
-from finetune_job.failures import FailureClass, Outcome, TerminationReport
+from finetune_job.failures import MOST_RESTARTS_IN_POD, FailureClass, Outcome, TerminationReport
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.progress import Progress
-from finetune_operator.decide.restart_policy import counters_after, pause_seconds, restart_decision, with_new_row, with_progress
+from finetune_operator.decide.failures.restart_policy import (
+    RestartDecision,
+    counters_after,
+    pause_seconds,
+    restart_decision,
+    with_new_row,
+    with_progress,
+)
 
 
 def roles_of(plan: RunPlan) -> tuple[Role, ...]:
-    """The roles that this plan needs, in order; what is on claims is not fetched, and results for a claim are not published."""
+    """Return the roles that this plan needs, in order. Sources on claims need no fetch, and results on a claim no publication."""
     fetch = () if plan.fetch is None else (Role.FETCH,)
     publish = () if plan.publish is None else (Role.PUBLISH,)
     return (*fetch, Role.PREFLIGHT, Role.TRAIN, Role.MERGE, *publish)
 
 
 class RunListener(Protocol):
-    """What is told of the events of a run."""
+    """Listens to the events of a run."""
 
     def started(self, role: Role, attempt: int, output: Path) -> None: ...
 
@@ -46,13 +53,13 @@ class RunListener(Protocol):
 
 @dataclass(frozen=True)
 class NextStep:
-    """What follows the end of a role."""
+    """The step after the end of a role."""
 
     record: RunRecord
     again_after_seconds: float | None = None
-    """Pause before the same role is retried."""
+    """Pause before the same role is retried; None: it is not."""
     exit_code: ExitCode | None = None
-    """If the run ends here."""
+    """Exit code, if the run ends here."""
 
 
 def next_step(
@@ -65,7 +72,12 @@ def next_step(
     now: datetime,
     checkpoint_step: int | None = None,
 ) -> NextStep:
-    """What follows this end of a role at `now`. `checkpoint_step`: of the newest checkpoint that training has told of."""
+    """Decide what follows the end of a role at `now`. `checkpoint_step`: the newest step that training has saved."""
+    counters = with_progress(record.restarts.get(role, Restarts()), checkpoint_step)
+    for restart in report.restarts:
+        counters = counters_after(RestartDecision.RESTART_COUNTED, restart.failure, counters, now)
+    if report.restarts:
+        record = record.model_copy(update={"restarts": {**record.restarts, role: counters}})
     if report.outcome is Outcome.SUCCEEDED:
         return NextStep(
             record.model_copy(update={"finished": [*record.finished, role], "facts": {**record.facts, role: report.facts}})
@@ -75,25 +87,25 @@ def next_step(
     if interrupted:
         return NextStep(record, exit_code=ExitCode.INTERRUPTED)
     failure = report.failure or FailureClass.UNKNOWN
-    restarts = with_progress(record.restarts.get(role, Restarts()), checkpoint_step)
-    decision = restart_decision(failure, restarts, max_restarts, now)
+    decision = restart_decision(failure, counters, max_restarts, now, step=report.step)
     if not decision.restarts:
         return NextStep(record, exit_code=ExitCode.FAILED)
-    following = counters_after(decision, failure, restarts, now)
+    following = counters_after(decision, failure, counters, now)
     pause = pause_seconds(failure, following, role, record.plan_sha256)
     return NextStep(record.model_copy(update={"restarts": {**record.restarts, role: following}}), again_after_seconds=pause)
 
 
 def tried_by_hand(record: RunRecord) -> RunRecord:
-    """The record as a new command finds it: the user who runs it again has looked at what failed, so no role waits or is given
-    up for what failed before. What counts against `run.maxRestarts` stays.
+    """Return the record for a new command. The user has seen the earlier failures, so they neither delay a role nor end the run.
+
+    Restarts that count against `run.maxRestarts` stay.
     """
     restarts = {role: with_new_row(one) for role, one in record.restarts.items()}
     return record.model_copy(update={"restarts": restarts})
 
 
 class LocalRun:
-    """One command's work on a job."""
+    """The work of one command on a job."""
 
     def __init__(
         self,
@@ -106,24 +118,24 @@ class LocalRun:
         ranks: int | None = None,
         until_step: int | None = None,
     ) -> None:
-        """`lock`: descriptor that keeps the job taken. `ranks`: that train, if not as many as the plan says. `until_step`: after
-        which training ends with its state saved.
+        """`lock`: descriptor that keeps the job locked. `ranks`: number of training ranks; None: the plan's. `until_step`: step
+        after which training ends with its state saved.
         """
         self.ranks, self.until_step = ranks, until_step
         self.place, self.plan, self.lock, self.audience = place, plan, lock, audience
         self.record = tried_by_hand(record)
         workspace = plan.workspace
         self.last: TerminationReport | None = None
-        """How the role ended that ran last."""
+        """Report of the role that ran last."""
         self._checkpoint_step: int | None = None
-        """Of the newest checkpoint that training has told of."""
+        """Step of the newest checkpoint that training has reported."""
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
     def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
-        """Run the roles that have not ended with success yet. `roles`: these of them; None: all that the plan needs."""
+        """Run the roles that have not succeeded yet. `roles`: only these; None: all roles that the plan needs."""
         for role in roles_of(self.plan) if roles is None else roles:
             while role not in self.record.finished:
-                report = self._attempt(role, interruption)
+                report = self._attempt(role, interruption, max_restarts)
                 step = next_step(
                     self.record,
                     report,
@@ -143,13 +155,14 @@ class LocalRun:
                     return ExitCode.INTERRUPTED
         return ExitCode.DONE
 
-    def _attempt(self, role: Role, interruption: Interruption) -> TerminationReport:
+    def _attempt(self, role: Role, interruption: Interruption, max_restarts: int) -> TerminationReport:
         attempt = self.record.next_attempt.get(role, 0)
         # The number is used up before anything runs under it: two processes never share an attempt.
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
         output = self.place.output(role, attempt)
         self.audience.started(role, attempt, output)
         heard = RoleOutput(output)
+        counted = self.record.restarts.get(role, Restarts()).counted
         started = time.monotonic()
         report = launch(
             RoleArguments(
@@ -162,6 +175,7 @@ class LocalRun:
                 lock=self.lock,
                 ranks=self.ranks,
                 until_step=self.until_step,
+                restarts=max(min(MOST_RESTARTS_IN_POD, max_restarts - counted), 0),
             ),
             output,
             interruption,

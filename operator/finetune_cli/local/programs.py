@@ -1,4 +1,4 @@
-"""The merge and the rehearsal as processes of the trainer, which report progress and findings as lines of JSON."""
+"""Runs the merge and the rehearsal as processes of the trainer, which report progress and findings as lines of JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from finetune_cli.exit_codes import ExitCode
-from finetune_cli.local.launch import Interruption, running
+from finetune_cli.local.launch import Interruption, running, start, trainer_command
 from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 from finetune_job.plan.run_plan import RunPlan
@@ -22,18 +21,17 @@ from finetune_job.plan.run_plan import RunPlan
 _TAIL_BYTES = 4096
 """Bytes from the end of the process's standard error that are shown if it ended without a report."""
 LONGEST_LINE_BYTES = 16 << 20
-"""A report of a merge names every kind of tensor, and nothing else comes near to this."""
+"""Maximum length of a line that is read. The longest line is a merge's report, which names every kind of tensor."""
 _WRONG_ARGUMENTS = 2
-_PROCESS = "finetune_trainer.roles.rehearse"
 
 
 @dataclass(frozen=True)
 class MergeOrder:
-    """Order of a merge."""
+    """Arguments of a merge."""
 
     base: Path
     adapters: Sequence[Path]
-    """Merged one after the other."""
+    """Adapters, in the order in which they are merged."""
     output: Path
     dtype: str | None
     max_shard_size: str
@@ -42,58 +40,70 @@ class MergeOrder:
     device: str
     base_form: MergeBase = MergeBase.ORIGINAL
     quantization: str | None = None
-    """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: it did not, or by default."""
+    """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: not at all, or with the defaults."""
 
     def command(self) -> list[str]:
-        """Arguments of the process."""
-        command = [sys.executable, "-m", "finetune_trainer.roles.merge_command", "--parent", str(os.getpid())]
-        command += ["--base", str(self.base)]
-        for adapter in self.adapters:
-            command += ["--adapter", str(adapter)]
-        command += ["--output", str(self.output), "--max-shard-size", self.max_shard_size, "--device", self.device]
-        if self.dtype is not None:
-            command += ["--dtype", self.dtype]
-        if self.prompts is not None:
-            command += ["--prompts", str(self.prompts)]
-        if self.base_form is not MergeBase.ORIGINAL:
-            command += ["--base-form", self.base_form]
-        if self.quantization is not None:
-            command += ["--quantization", self.quantization]
-        return command if self.verify else [*command, "--no-verify"]
+        """Return the command of the process."""
+        options = [
+            ("base", self.base),
+            *(("adapter", adapter) for adapter in self.adapters),
+            ("output", self.output),
+            ("max-shard-size", self.max_shard_size),
+            ("device", self.device),
+            ("dtype", self.dtype),
+            ("prompts", self.prompts),
+            ("base-form", None if self.base_form is MergeBase.ORIGINAL else self.base_form),
+            ("quantization", self.quantization),
+        ]
+        words = [word for name, value in options if value is not None for word in (f"--{name}", str(value))]
+        return trainer_command("finetune_trainer.roles.merge_command", *words, *([] if self.verify else ["--no-verify"]))
 
 
 @dataclass(frozen=True)
 class MergeEnd:
-    """The end of a merge."""
+    """How a merge ended."""
 
     exit_code: ExitCode
     report: Mapping[str, Any]
-    """Empty where the process ended before it had one."""
+    """Report of the process; empty if it ended before it had a report."""
     said: str
-    """The error, in the words of the process."""
+    """Error message of the process."""
 
 
 def merge_directories(
     command: Sequence[str], interruption: Interruption, progressed: Callable[[int, int], None], ended_writing: Callable[[], None]
 ) -> MergeEnd:
-    """Run a merge to its end. `progressed`: bytes written, and in all. `ended_writing`: what follows is the verification."""
+    """Run a merge to its end.
+
+    `progressed`: is called with the number of bytes that are written, and of the whole model. `ended_writing`: is called before
+    the verification.
+    """
     report: Mapping[str, Any] = {}
     with tempfile.TemporaryFile() as errors:
-        files: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": errors, "stdin": subprocess.DEVNULL}
-        with running(subprocess.Popen(command, start_new_session=True, **files), interruption) as process:
-            for said in json_lines(process.stdout):
-                if isinstance(said.get("report"), dict):
-                    report = said["report"]
-                elif isinstance(said.get("written"), int) and isinstance(said.get("total"), int):
-                    progressed(said["written"], said["total"])
-                    if said["written"] == said["total"]:
+        with running(start(command, stdout=subprocess.PIPE, stderr=errors), interruption) as process:
+            for line in json_lines(process.stdout):
+                if isinstance(line.get("report"), dict):
+                    report = line["report"]
+                elif isinstance(line.get("written"), int) and isinstance(line.get("total"), int):
+                    progressed(line["written"], line["total"])
+                    if line["written"] == line["total"]:
                         ended_writing()
             code = process.wait()
-        return MergeEnd(_exit_code_of_merge(code, interrupted=interruption.requested), report, _tail(errors) if code else "")
+        if code == 0:
+            return MergeEnd(ExitCode.DONE, report, "")
+        end = errors.seek(0, os.SEEK_END)
+        errors.seek(max(end - _TAIL_BYTES, 0))
+        said = errors.read().decode(errors="replace").strip()
+        if interruption.requested:
+            return MergeEnd(ExitCode.INTERRUPTED, report, said)
+        if code == _WRONG_ARGUMENTS:
+            return MergeEnd(ExitCode.UNUSABLE, report, said)
+        is_refused = CLASS_OF_EXIT_CODE.get(code) in USER_FAILURES
+        return MergeEnd(ExitCode.REFUSED if is_refused else ExitCode.FAILED, report, said)
 
 
 def json_lines(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
-    """The objects that a process writes, one a line. What is not one, as libraries may print it, or too long, is left out."""
+    """Yield the JSON objects that a process writes, one per line. Skip all other lines, and lines that are too long."""
     is_rest = False
     while line := stream.readline(LONGEST_LINE_BYTES) if stream is not None else b"":
         was_rest, is_rest = is_rest, not line.endswith(b"\n")
@@ -107,57 +117,23 @@ def json_lines(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
             yield content
 
 
-def _exit_code_of_merge(code: int, *, interrupted: bool) -> ExitCode:
-    if code == 0:
-        return ExitCode.DONE
-    if interrupted:
-        return ExitCode.INTERRUPTED
-    if code == _WRONG_ARGUMENTS:
-        return ExitCode.UNUSABLE
-    return ExitCode.REFUSED if CLASS_OF_EXIT_CODE.get(code) in USER_FAILURES else ExitCode.FAILED
-
-
-def _tail(errors: IO[bytes]) -> str:
-    end = errors.seek(0, os.SEEK_END)
-    errors.seek(max(end - _TAIL_BYTES, 0))
-    return errors.read().decode(errors="replace").strip()
-
-
-@dataclass(frozen=True)
-class RehearsalOrder:
-    """Order of a rehearsal."""
-
-    plan: RunPlan
-    model: Path
-    scratch: Path
-    """Made, and removed by the caller."""
-    log: Path
-    seconds: float
-    """Time limit of the whole rehearsal; what is not tried by then is skipped."""
-
-    def command(self) -> list[str]:
-        """Arguments of the process."""
-        command = [sys.executable, "-m", _PROCESS, "--parent", str(os.getpid()), "--check-model"]
-        return [*command, "--model", str(self.model), "--scratch", str(self.scratch), "--seconds", str(self.seconds)]
-
-
-def run_rehearsal(order: RehearsalOrder, interruption: Interruption, take: Callable[[Mapping[str, Any]], None]) -> int:
-    """Run it to its end, and return the exit status.
+def run_rehearsal(
+    plan: RunPlan, arguments: Sequence[str], log_file: Path, interruption: Interruption, take: Callable[[Mapping[str, Any]], None]
+) -> int:
+    """Run a rehearsal to its end, and return the exit status.
 
     take: is called with each line, which has one of `finding`, `stage`, `report`, `shown`.
     """
-    with order.log.open("wb") as log:
-        files: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log, "env": _environment()}
-        with running(subprocess.Popen(order.command(), start_new_session=True, **files), interruption) as process:
+    command = trainer_command("finetune_trainer.roles.rehearse", *arguments)
+    with log_file.open("wb") as log:
+        # A rehearsal uses no accelerator, and one thread for each rank.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        with running(start(command, env=environment, **pipes), interruption) as process:
             if process.stdin is not None:
-                # One that has ended at once says why in its log and by its exit status.
+                # If the process has ended at once, its log and its exit status say why.
                 with contextlib.suppress(BrokenPipeError), process.stdin:
-                    process.stdin.write(order.plan.model_dump_json().encode())
+                    process.stdin.write(plan.model_dump_json().encode())
             for line in json_lines(process.stdout):
                 take(line)
             return process.wait()
-
-
-def _environment() -> dict[str, str]:
-    """No accelerator, and one thread for each rank."""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Progress that rank 0 of a local run reports, asked for as the operator does."""
+"""Reads the progress of a local run from its rank 0, as the operator does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANSWER_SECONDS = 2.0
 
 
 def read_progress(workspace: Path, attempt: int) -> Progress | None:
-    """The latest progress of this attempt; None while nobody answers."""
+    """Read the latest progress of this attempt; None while rank 0 does not answer."""
     try:
         address = json.loads(WorkspaceLayout(workspace).rank_zero.read_bytes())
         if address.get("attempt") != attempt:
@@ -26,6 +26,6 @@ def read_progress(workspace: Path, attempt: int) -> Progress | None:
             connection.close()
         progress = Progress.model_validate_json(answer)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError, http.client.HTTPException):
-        # Who may write to the workspace may have written anything there.
+        # Anybody who can write to the workspace may have written anything there, so a wrong answer counts as none.
         return None
     return progress if progress.attempt == attempt else None

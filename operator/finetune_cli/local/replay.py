@@ -1,7 +1,7 @@
-"""A run's plan once more, in a scratch directory: all of it, or from one kept checkpoint to the next.
+"""Runs the plan of a run again in a scratch directory: all of it, or from one kept checkpoint to the next.
 
-The run itself is only read. Its plan is followed to the letter, except for where the workspace and the results are, and for what
-has been done before training: nothing is fetched, rehearsed or published again.
+The run itself is only read. Its plan stays the same, except for the places of workspace and results, and except that nothing is
+fetched, rehearsed or published again.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
 
 SCRATCH_CLAIM = "scratch-of-audit"
-"""Stands for the claims that are written to; a job that names one like it cannot be audited."""
+"""Name of the claim to which a replay writes. A job with a claim of this name cannot be audited."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Optimizer steps after `start` up to `end`, each of which a checkpoint was kept of; 0: the start of training."""
+    """Optimizer steps after `start` up to `end`. The checkpoints of both steps were kept; 0 is the start of training."""
 
     start: int
     end: int
@@ -43,20 +43,20 @@ class Interval:
 
 
 def kept_intervals(steps: Sequence[int]) -> list[Interval]:
-    """Between checkpoints of these steps, in order. From the start of training, too, if that is no longer than the others."""
+    """Return the intervals between checkpoints, in order, and before them the first steps, unless those are the longest."""
     found = [Interval(start, end) for start, end in pairwise(steps)]
     longest = max((each.end - each.start for each in found), default=0)
     return [Interval(0, steps[0]), *found] if steps and 0 < steps[0] <= longest else found
 
 
 def draw(intervals: Sequence[Interval], count: int, seed: int) -> list[Interval]:
-    """So many of them, in their order; the same for the same seed."""
-    chosen = random.Random(seed).sample(intervals, min(count, len(intervals)))  # noqa: S311 - told, to repeat it
+    """Choose intervals at random by a seed, and keep their order."""
+    chosen = random.Random(seed).sample(intervals, min(count, len(intervals)))  # noqa: S311 - the seed is printed, to repeat the draw
     return sorted(chosen, key=lambda each: each.end)
 
 
 def replay_plan(plan: RunPlan) -> RunPlan:
-    """The plan with workspace and results in the scratch directory, which learns the same. Raises LocalError."""
+    """Return a plan with the same training, but workspace and results in the scratch directory. Raises LocalError."""
     if any(use.name == SCRATCH_CLAIM for use in claims_of(plan)):
         raise LocalError(f"claim {SCRATCH_CLAIM}: the job names it, and the audit writes to a directory of this name; rename it")
     places = {
@@ -67,24 +67,24 @@ def replay_plan(plan: RunPlan) -> RunPlan:
 
 
 def check_ranks(plan: RunPlan, ranks: int | None) -> None:
-    """Raises LocalError if the plan on so many ranks would not give the same bytes, or cannot run on this machine."""
+    """Check a number of ranks. Raises LocalError if the plan gives different bytes on them, or cannot run on this machine."""
     is_ordered, most = plan.training.reduction is GradientReduction.ORDERED, plan.parallelism.world_size
     if ranks is not None and ranks != most and not is_ordered:
         raise LocalError(
-            f"--ranks {ranks}: the run adds up gradients in an order of its own {most} ranks, and on another number gives "
-            "other bytes; leave --ranks out"
+            f"--ranks {ranks}: the run adds up gradients in an order that depends on its {most} ranks, and a different number "
+            "gives different bytes; leave --ranks out"
         )
     if ranks is not None and ranks > most:
         raise LocalError(f"--ranks {ranks}: the run has {most}; give at most as many")
     if plan.parallelism.nodes > 1 and not is_ordered:
         raise LocalError(
-            f"spec.parallelism.nodes: the run has {plan.parallelism.nodes}, and on one machine gives other bytes; set "
+            f"spec.parallelism.nodes: the run has {plan.parallelism.nodes}, and one machine gives different bytes; set "
             "spec.training.reduction to Ordered in the next job"
         )
 
 
 def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -> dict[str, Path]:
-    """Directory of each claim of a run. `given`: of those that are not where the run had them. Raises LocalError."""
+    """Return the directory of each claim of a run. `given`: directories of claims that have moved since. Raises LocalError."""
     found = {}
     for use in claims_of(plan):
         place = given[use.name].absolute() if use.name in given else (run.claims / use.name).resolve()
@@ -98,7 +98,7 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
 
 
 def _link_or_copy(source: str, target: str) -> None:
-    """Another name for the file, which is never written to; or a copy on another file system."""
+    """Hard-link a file, which is never written to, or copy it if the target is on another file system."""
     try:
         os.link(source, target)
     except OSError:
@@ -106,7 +106,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 class Replay:
-    """A scratch directory in which the plan of a run runs again. As a context it is locked."""
+    """A scratch directory in which the plan of a run runs again. As a context manager, it holds the directory's lock."""
 
     def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path) -> None:
         """`claims`: directories of the run's own claims. Raises LocalError."""
@@ -128,30 +128,27 @@ class Replay:
         self._held.close()
 
     def take_inputs(self, checkpoints: Sequence[str]) -> None:
-        """Have what preflight has made, and checkpoints by the names of their directories. Raises LocalError."""
+        """Copy or link what preflight has made, and copy the checkpoints with these directory names. Raises LocalError."""
+        original, workspace = self._original, self.workspace
         try:
-            self._take_inputs(checkpoints)
+            workspace.checkpoints.mkdir(parents=True)
+            # Linked, because it is never written to and as large as the records.
+            workspace.prepared.symlink_to(original.prepared, target_is_directory=True)
+            for path in (original.model_report, original.first_values, original.added_tokens):
+                if path.is_file():
+                    shutil.copyfile(path, workspace.root / path.name)
+            if original.base_with_tokens.is_dir():
+                # The directory itself is not linked, because files of training may not be outside of their claim.
+                shutil.copytree(original.base_with_tokens, workspace.base_with_tokens, copy_function=_link_or_copy)
+            for name in checkpoints:
+                shutil.copytree(original.checkpoints / name, workspace.checkpoints / name)
         except OSError as error:
             copied = ", ".join(checkpoints) or "the inputs"
             raise LocalError(
-                f"{self.place.root}: cannot hold a copy of {copied}: {error.strerror or error}; give a directory with room as "
-                "--scratch, and let nothing else change the run meanwhile",
+                f"{self.place.root}: cannot hold a copy of {copied}: {error.strerror or error}; set TMPDIR to a directory "
+                "with room, and let nothing else change the run meanwhile",
                 ExitCode.FAILED,
             ) from error
-
-    def _take_inputs(self, checkpoints: Sequence[str]) -> None:
-        original, workspace = self._original, self.workspace
-        workspace.checkpoints.mkdir(parents=True)
-        # Never written to, and as large as the records.
-        workspace.prepared.symlink_to(original.prepared, target_is_directory=True)
-        for path in (original.model_report, original.first_values, original.added_tokens):
-            if path.is_file():
-                shutil.copyfile(path, workspace.root / path.name)
-        if original.base_with_tokens.is_dir():
-            # No link to it: what is trained may not be outside of its claim.
-            shutil.copytree(original.base_with_tokens, workspace.base_with_tokens, copy_function=_link_or_copy)
-        for name in checkpoints:
-            shutil.copytree(original.checkpoints / name, workspace.checkpoints / name)
 
     def run(
         self,
@@ -162,7 +159,7 @@ class Replay:
         ranks: int | None,
         until_step: int | None = None,
     ) -> None:
-        """Run these roles to their end. Raises LocalError if one does not end well."""
+        """Run these roles to their end. Raises LocalError if one does not succeed."""
         record = freeze(self.place, self.plan)
         local_run = LocalRun(self.place, self.plan, record, self._lock, listener, ranks=ranks, until_step=until_step)
         code = local_run.execute(0, interruption, roles=roles)

@@ -1,6 +1,6 @@
 """The directory of a job's local runs: plan, record, links to claims, termination messages and output of the roles.
 
-The record is what is known between two commands: kept with its plan, replaced as a whole.
+The record is what one command leaves for the next. It is kept next to its plan, and replaced as a whole.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict
 
 from finetune_cli.exit_codes import ExitCode, LocalError
-from finetune_job.api.base import ClaimPath
 from finetune_job.api.status import Restarts
 from finetune_job.layout import OutputLayout
 from finetune_job.names import Role
@@ -39,8 +38,8 @@ class RunDirectory:
 
     @property
     def is_there(self) -> bool:
-        """Whether a run has begun in it; also for what is no name of a file, such as a text that is too long."""
-        return os.path.isfile(self.plan)  # noqa: PTH113 - that of Path raises
+        """Whether a run has begun in the directory; False also for a name that no file can have, for example one too long."""
+        return os.path.isfile(self.plan)  # noqa: PTH113 - is_file() of Path raises
 
     @property
     def record(self) -> Path:
@@ -48,12 +47,12 @@ class RunDirectory:
 
     @property
     def lock(self) -> Path:
-        """Held by the command that works on the job, and by what it has started."""
+        """Lock file, held by the command that works on the job and by the processes that it has started."""
         return self.root / "lock"
 
     @property
     def claims(self) -> Path:
-        """A link for each claim, as pods have mounts."""
+        """Directory with a link for each claim, in place of the mounts of pods."""
         return self.root / "claims"
 
     def termination_log(self, role: str, attempt: int) -> Path:
@@ -64,28 +63,28 @@ class RunDirectory:
 
 
 def run_directory_of(claims: Path, job: JobIdentity, purpose: str = "") -> RunDirectory:
-    """Next to the claims; no claim has a name that starts with a dot. `purpose`: of another command than `finetune run`."""
-    # No name of a job has an underscore.
+    """Return a job's directory, next to the claims, whose names never start with a dot. `purpose`: a command other than `run`."""
+    # No name of a job has an underscore, so no other job has this directory.
     suffix = f"_{purpose}" if purpose else ""
     return RunDirectory(claims.absolute() / ".finetune" / f"{job.namespace}.{job.name}{suffix}")
 
 
 LOOK_SECONDS = 1.0
-"""`holder_of` of another command holds the lock for less."""
+"""Longest time for which `holder_of` in another command holds the lock."""
 
 
 @contextmanager
 def locked(place: RunDirectory) -> Iterator[int]:
-    """Keep other commands from this job while one runs; the descriptor of the lock, for processes that must keep it.
+    """Lock the job against other commands. Yields the descriptor of the lock, for processes that must keep it.
 
-    Raises LocalError if another command, or a process that it left behind, holds the job.
+    Raises LocalError if another command, or a process that it left behind, holds the lock.
     """
     place.root.mkdir(parents=True, exist_ok=True)
     with place.lock.open("a+") as lock:
         deadline = time.monotonic() + LOOK_SECONDS
         while not _take(lock):
             if _named_in(place).pid or time.monotonic() > deadline:
-                raise LocalError(f"{place.root.name}: {held_text(place)}", ExitCode.FAILED)
+                raise LocalError(f"{place.root.name}: {_held_text(place)}", ExitCode.FAILED)
             time.sleep(0.05)
         lock.truncate(0)
         lock.write(Holder(pid=os.getpid(), since=datetime.now(UTC)).model_dump_json())
@@ -102,7 +101,7 @@ def _take(lock: IO[str]) -> bool:
 
 
 class Holder(BaseModel):
-    """The command that works on a job, as it says in the lock."""
+    """The command that works on a job, as the lock file names it."""
 
     model_config = ConfigDict(extra="ignore")
     pid: int
@@ -110,7 +109,7 @@ class Holder(BaseModel):
 
 
 def holder_of(place: RunDirectory) -> Holder | None:
-    """The command that works on the job now; None: no command. The pid is 0 if only processes that it had started are left."""
+    """Return the command that works on the job now, or None. Its pid is 0 if only processes that it had started are left."""
     try:
         with place.lock.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -126,31 +125,28 @@ def _named_in(place: RunDirectory) -> Holder:
         holder = Holder.model_validate_json(place.lock.read_text())
     except (OSError, ValueError):
         return Holder(pid=0, since=datetime.fromtimestamp(0, UTC))
-    # Of a command that was killed the number may by now be another process's.
-    return holder if _has_open(holder.pid, place.lock) else holder.model_copy(update={"pid": 0})
+    # If that command was killed, another process may have its number by now.
+    with suppress(OSError):
+        files = Path(f"/proc/{holder.pid}/fd").iterdir()
+        if any(opened.exists() and opened.samefile(place.lock) for opened in files):
+            return holder
+    return holder.model_copy(update={"pid": 0})
 
 
-def _has_open(pid: int, path: Path) -> bool:
-    try:
-        return any(opened.exists() and opened.samefile(path) for opened in Path(f"/proc/{pid}/fd").iterdir())
-    except OSError:
-        return False
-
-
-def held_text(place: RunDirectory) -> str:
+def _held_text(place: RunDirectory) -> str:
     """Say which command works on the job, since when and on what, and what to do."""
     holder, record = _named_in(place), read_record(place.record)
     stage = None if record is None else record.stage
     if holder.pid == 0:
-        return "a run of this job was ended from outside, and what it had started is saving its state; try again in a minute"
+        return "a run of this job was killed, and its processes are still saving their state; try again in a minute"
     return (
-        f"process {holder.pid} works on this job since {holder.since:%Y-%m-%d %H:%M:%S} UTC{f' ({stage})' if stage else ''}; see "
-        "`finetune status`, end it with `finetune stop`, or give the job another name"
+        f"process {holder.pid} has been working on this job since {holder.since:%Y-%m-%d %H:%M:%S} UTC"
+        f"{f' ({stage})' if stage else ''}; see `finetune status`, stop it with `finetune stop`, or give the job another name"
     )
 
 
 def start_fresh(place: RunDirectory) -> None:
-    """Remove what an earlier run of this job left: its workspace, and its results where its record proves them.
+    """Remove what an earlier run of this job left: its workspace, and those results that, by its record, it wrote.
 
     Raises LocalError if its plan, which says where they are, is damaged.
     """
@@ -159,17 +155,17 @@ def start_fresh(place: RunDirectory) -> None:
         before = read_plan(place)
         if before is None:
             raise LocalError(
-                f"{place.plan}: cannot be read, so where the last run has its workspace and results is not known; remove them "
+                f"{place.plan}: cannot be read, so it is not known where the last run has its workspace and results; remove them "
                 f"and {place.root}, or run without --fresh",
                 ExitCode.FAILED,
             )
-        output = OutputLayout(_path(place, before.output))
-        workspace = _path(place, before.workspace)
+        output = OutputLayout((place.claims / before.output.claim).resolve() / before.output.path)
+        workspace = (place.claims / before.workspace.claim).resolve() / before.workspace.path
         merged = output.merged_paths()
         for directory in (output.adapter, merged.verified, merged.unverified, merged.quarantined, workspace):
             shutil.rmtree(directory, ignore_errors=True)
         if Role.MERGE in record.next_attempt:
-            # A run that never came to its merge wrote none of these; a README.md that stands there is the user's own.
+            # A run that never merged wrote none of these: a README.md there is the user's own.
             reports = (output.verification, output.verification_page, output.report, output.report_data)
             for file in (*reports, output.provenance, output.model_card, output.checksums):
                 file.unlink(missing_ok=True)
@@ -178,17 +174,15 @@ def start_fresh(place: RunDirectory) -> None:
             file.unlink()
 
 
-def _path(place: RunDirectory, location: ClaimPath) -> Path:
-    return (place.claims / location.claim).resolve() / location.path
-
-
 def freeze(place: RunDirectory, plan: RunPlan) -> RunRecord:
-    """Write the plan, or find that an earlier run has frozen the same one; the record to continue from. Raises LocalError."""
+    """Write the plan, unless an earlier run has frozen it, and return the record to continue from. Raises LocalError."""
     text = canonical_json(plan)
     sha256 = text_sha256(text)
     record = read_record(place.record)
     if record is not None and record.plan_sha256 != sha256:
-        changed = ", ".join(_differences(place, plan)) or "its settings"
+        before = read_plan(place)
+        names = [] if before is None else [name for name in RunPlan.model_fields if getattr(before, name) != getattr(plan, name)]
+        changed = ", ".join(names) or "its settings"
         raise LocalError(
             f"{plan.job.name}: the manifest has changed since its last run ({changed}), and a run keeps its first plan; "
             "run with --fresh to start over, or give the job another name"
@@ -198,7 +192,7 @@ def freeze(place: RunDirectory, plan: RunPlan) -> RunRecord:
 
 
 def read_plan(place: RunDirectory) -> RunPlan | None:
-    """The frozen plan, or None if there is none or it cannot be read."""
+    """Return the frozen plan, or None if it does not exist or cannot be read."""
     try:
         return RunPlan.model_validate_json(place.plan.read_bytes())
     except (OSError, ValueError):
@@ -206,16 +200,9 @@ def read_plan(place: RunDirectory) -> RunPlan | None:
 
 
 def begun_with(place: RunDirectory, plan: RunPlan) -> RunPlan | None:
-    """The plan that a run has begun with, if `plan` says the same; a later release may only tell of more choices."""
+    """Return the plan with which a run began, if `plan` differs at most in its choices: a later release may list more."""
     frozen = read_plan(place)
     return frozen if frozen is not None and frozen.model_copy(update={"choices": plan.choices}) == plan else None
-
-
-def _differences(place: RunDirectory, plan: RunPlan) -> list[str]:
-    before = read_plan(place)
-    if before is None:
-        return []
-    return [name for name in RunPlan.model_fields if getattr(before, name) != getattr(plan, name)]
 
 
 class RunRecord(BaseModel):
@@ -224,7 +211,7 @@ class RunRecord(BaseModel):
     model_config = ConfigDict(extra="ignore")
     plan_sha256: str
     finished: list[Role] = []
-    """Roles that ended with success, in order."""
+    """Roles that succeeded, in order."""
     next_attempt: dict[Role, int] = {}
     """Number of the next attempt of each role."""
     restarts: dict[Role, Restarts] = {}
@@ -236,18 +223,12 @@ class RunRecord(BaseModel):
 
     @property
     def stage(self) -> Role | None:
-        """The role that was begun last and has not ended with success."""
+        """The role that began last and has not succeeded yet."""
         return next((role for role in reversed(list(self.next_attempt)) if role not in self.finished), None)
-
-    @field_validator("restarts", mode="before")
-    @classmethod
-    def _migrate_single_budget(cls, value: object) -> object:
-        """A record of version 0.1 has one budget for all roles: it is the gang's."""
-        return {Role.TRAIN: value} if isinstance(value, dict) and "counted" in value else value
 
 
 def read_record(path: Path) -> RunRecord | None:
-    """The record, or None where there is none or it cannot be read."""
+    """Return the record, or None if it does not exist or cannot be read."""
     try:
         return RunRecord.model_validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -260,7 +241,15 @@ def write_record(path: Path, record: RunRecord) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old text or the new one."""
+    """Replace a file durably: readers see the old text or the new text, even after a power cut."""
     fresh = path.with_suffix(".new")
-    fresh.write_text(text)
+    with fresh.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     fresh.replace(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune_cli.local.run_directory import RunRecord
-from finetune_job.api.base import ClaimPath
 from finetune_job.layout import OutputLayout, WorkspaceLayout
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import RunPlan
@@ -28,7 +27,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Summary:
-    """Everything that is told in the end."""
+    """Everything that is reported at the end of a run."""
 
     losses: Losses | None
     step: int
@@ -43,7 +42,7 @@ class Summary:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """Content of verification.json."""
     has_failed_verification: bool = False
-    """The run ended because of it."""
+    """Whether the run ended because the verification failed."""
     workspace: Path = Path()
     restarts: int = 0
     seconds: float = 0.0
@@ -51,9 +50,14 @@ class Summary:
 
 def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
     """Summarise what exists now."""
-    workspace = WorkspaceLayout(_place(claims, plan.workspace))
-    output = OutputLayout(_place(claims, plan.output))
-    history, figures = read_history(workspace.history), _figures(output.verification)
+    workspace = WorkspaceLayout((claims / plan.workspace.claim).resolve() / plan.workspace.path)
+    output = OutputLayout((claims / plan.output.claim).resolve() / plan.output.path)
+    history = read_history(workspace.history)
+    try:
+        content = json.loads(output.verification.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        content = None
+    figures = content if isinstance(content, dict) else {}
     return Summary(
         losses=losses(record.facts.get(Role.TRAIN, {}), history),
         step=max((int(line["step"]) for line in history if isinstance(line.get("step"), int)), default=0),
@@ -71,7 +75,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
 
 
 def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | None:
-    """The held-out losses that the trainer reported or wrote down, else the first and the last loss of a step."""
+    """Return the held-out losses that the trainer reported or recorded, else the first and the last loss of a step."""
     if "initial_eval_loss" in facts and "eval_loss" in facts:
         return Losses(float(facts["initial_eval_loss"]), float(facts["eval_loss"]), held_out=True)
     evaluations = _numbers(history, "eval_loss")
@@ -82,14 +86,10 @@ def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | 
 
 
 def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
-    """Numbers of the lines that have one."""
+    """Return the numbers with a name, from the lines that have one."""
     values = (line.get(name) for line in history)
-    # Whole numbers in JSON have no limit.
+    # A whole number in JSON may be too large for a float; such numbers are left out.
     return [float(one) for one in values if isinstance(one, int | float) and abs(one) < sys.float_info.max]
-
-
-def _place(claims: Path, location: ClaimPath) -> Path:
-    return (claims / location.claim).resolve() / location.path
 
 
 def _existing(path: Path) -> Path | None:
@@ -97,7 +97,7 @@ def _existing(path: Path) -> Path | None:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """The lines of the history or of the accounts; the last one may have been cut off."""
+    """Return the lines of the history or of the accounts. The last line may be cut off."""
     lines: list[dict[str, Any]] = []
     try:
         text = path.read_text(errors="replace")
@@ -111,11 +111,3 @@ def read_history(path: Path) -> list[dict[str, Any]]:
         if isinstance(content, dict):
             lines.append(content)
     return lines
-
-
-def _figures(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

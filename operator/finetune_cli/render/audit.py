@@ -1,4 +1,4 @@
-"""The end of an audit or a reproduction: what was found, and what it covers."""
+"""Output of `finetune audit` and `finetune reproduce`: what was found, and what was compared."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from finetune_job.finding import Finding
 
 @dataclass(frozen=True)
 class AuditEnd:
-    """The end of an audit."""
+    """How an audit or a reproduction ended."""
 
     run: str
     findings: Sequence[Finding]
     intervals: Sequence[Interval] = ()
     """Intervals that were computed again."""
     available: int = 0
-    """Number of intervals that could have been drawn."""
+    """Number of intervals from which those were chosen."""
     seed: int | None = None
     has_compared_result: bool = False
     has_compared_merged: bool = False
     run_again_as: str = ""
-    """The job of a cluster that has run it again; empty: it was this machine."""
+    """The job of a cluster that ran the plan again; empty: it ran on this machine."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -34,7 +34,7 @@ class AuditEnd:
 
 
 def audit_text(end: AuditEnd) -> str:
-    """The findings, and what they cover."""
+    """Write the findings, and what was compared."""
     lines = [finding_text(finding) for finding in end.findings]
     verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
     lines += ["", f"{end.run}: {verdict}"]
@@ -51,12 +51,12 @@ def audit_text(end: AuditEnd) -> str:
 
 
 def audit_document(end: AuditEnd) -> dict[str, Any]:
-    """The end of an audit as plain data."""
+    """Return the end of an audit as plain data."""
     return {
         "outcome": "same" if end.exit_code is ExitCode.DONE else "different",
         "run": end.run,
         "findings": [finding.model_dump(mode="json") for finding in end.findings],
-        "intervals": [{"start": each.start, "end": each.end} for each in end.intervals],
+        "intervals": [{"start": interval.start, "end": interval.end} for interval in end.intervals],
         "available": end.available,
         "seed": end.seed,
         "comparedResult": end.has_compared_result,
@@ -66,13 +66,9 @@ def audit_document(end: AuditEnd) -> dict[str, Any]:
 
 
 def device_note(trained: Set[str], again: Set[str]) -> str:
-    """Said of a difference that the devices alone may explain, which trained the run and computed it again."""
+    """Say whether a difference may come from the devices alone: those that trained the run and those that computed it again."""
     if again == trained and again - {"cpu"}:
-        return (
-            f" (computed on {', '.join(sorted(again))}, whose kernels may add up in another order each time: no proof either way)"
-        )
+        return f" (computed on {', '.join(sorted(again))}, whose kernels may add up in varying order: no proof either way)"
     if not again or not trained or again == trained:
         return ""
-    return (
-        f" (trained on {', '.join(sorted(trained))}, computed again on {', '.join(sorted(again))}: other devices round otherwise)"
-    )
+    return f" (trained on {', '.join(sorted(trained))}, computed again on {', '.join(sorted(again))}: devices round differently)"

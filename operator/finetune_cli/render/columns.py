@@ -9,7 +9,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Columns as wide as their widest cell, two blanks between them."""
+    """Write rows in columns as wide as their widest cell, with two spaces between them."""
     lines = [header, *rows] if header else list(rows)
     widths = [max((len(row[column]) for row in lines), default=0) for column in range(len(lines[0]) if lines else 0)]
     return "".join(
@@ -18,13 +18,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = ""
 
 
 def bar(share: float, width: int = 30) -> str:
-    """`[####------]`. share: 0 to 1."""
+    """Draw a bar such as `[####------]`. share: 0 to 1."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return f"[{'#' * filled}{'-' * (width - filled)}]"
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """A curve of at most `width` characters: each is the mean of its part of the values. Empty without values."""
+    """Draw a curve of at most `width` characters, each for the mean of its part of the values. Empty without values."""
     width = min(width, len(values))
     if not width:
         return ""
@@ -35,5 +35,5 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def figure(number: float | None, form: str = ".4g") -> str:
-    """A number as text; `-` for None."""
+    """Write a number as text; `-` for None."""
     return "-" if number is None else format(number, form)

@@ -9,27 +9,31 @@ from finetune_cli.local.look import Look
 from finetune_cli.render.verdicts import finding_text
 
 BAR = 40
-"""Columns of the longest bar."""
+"""Characters of the longest bar."""
 LONGEST_SHOWN = 4000
-"""Characters of a record."""
+"""Maximum number of characters of a record that are shown."""
 MOST_KEYS = 12
-"""Most unread keys that are named."""
+"""Maximum number of unread keys that are named."""
 _LEARNT, _PLAIN = "\x1b[32m", "\x1b[0m"
 _CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
-"""Records may hold what a terminal takes for commands."""
+"""Visible signs for characters of records that a terminal would read as commands."""
 
 
 def look_text(look: Look, *, in_colour: bool) -> str:
-    """The whole text; `in_colour`: for a terminal with colours."""
-    lines = []
+    """Write the whole output. `in_colour`: for a terminal with colours."""
+    lines: list[str] = []
+    has_tokenizer = not look.why_no_tokens
     for source in look.sources:
-        lines += _source_lines(source, look.has_tokenizer)
+        lines += _source_lines(source, has_tokenizer)
     if look.records:
         key = f"{_LEARNT}learnt{_PLAIN}" if in_colour else "[[learnt]]"
-        lines += ["", f"First records ({key}):" if look.has_tokenizer else "First records:"]
+        lines += ["", f"First records ({key}):" if has_tokenizer else "First records:"]
         for record in look.records:
-            lines += ["", _heading(record, look.has_tokenizer), _record_text(record, in_colour=in_colour)]
-    if not look.has_tokenizer:
+            tokens = f", {_counted(record['tokens'], 'token')}" if has_tokenizer else ""
+            dropped = ", too long and dropped" if record["is_dropped"] else ""
+            heading = f"--- {record['split']}: {record['place']}{tokens}{dropped}"
+            lines += ["", heading, _record_text(record, in_colour=in_colour)]
+    if not has_tokenizer:
         lines += ["", f"{look.why_no_tokens}, so tokens are not counted and templates not rendered."]
     lines += [finding_text(finding) for finding in look.findings]
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -48,7 +52,7 @@ def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
     if source["repeated"]:
         lines.append(f"  {source['repeated']} repeat{'s' if source['repeated'] == 1 else ''} an earlier one")
     if source["held_out"]:
-        lines.append(f"  {source['held_out']} {'is' if source['held_out'] == 1 else 'are'} held out, too")
+        lines.append(f"  {source['held_out']} {'is' if source['held_out'] == 1 else 'are'} also held out")
     lengths = {int(bound): count for bound, count in source["lengths"].items()}
     most = max(lengths.values(), default=1)
     for bound, count in lengths.items():
@@ -58,11 +62,6 @@ def _source_lines(source: Mapping[str, Any], has_tokenizer: bool) -> list[str]:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _heading(record: Mapping[str, Any], has_tokenizer: bool) -> str:
-    tokens = f", {_counted(record['tokens'], 'token')}" if has_tokenizer else ""
-    return f"--- {record['split']}: {record['place']}{tokens}{', too long and dropped' if record['is_dropped'] else ''}"
 
 
 def _record_text(record: Mapping[str, Any], *, in_colour: bool) -> str:
@@ -78,11 +77,11 @@ def _record_text(record: Mapping[str, Any], *, in_colour: bool) -> str:
 
 
 def look_document(look: Look) -> dict[str, Any]:
-    """The look at the data as plain data."""
+    """Return what was found in the data as plain data."""
     return {
         "accepted": not look.is_refused,
         "findings": [finding.model_dump(mode="json") for finding in look.findings],
         "sources": look.sources,
         "records": look.records,
-        "hasTokenizer": look.has_tokenizer,
+        "hasTokenizer": not look.why_no_tokens,
     }

@@ -16,28 +16,28 @@ _MOST = 1000
 
 
 def diagnosis_text(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = ()) -> str:
-    """Reason, evidence, advice, patch. `unseen`: what could not be read, and why."""
+    """Write reason, evidence, advice and patch. `unseen`: what could not be read, and why."""
     stage = stage_name(job)
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
     lines.append(labelled("reason", plain(diagnosis.reason, _MOST) or "nothing is the matter with this job"))
-    lines += [labelled("shown", plain(each, _MOST)) for each in diagnosis.evidence]
-    lines += [labelled("fix", plain(each, _MOST)) for each in diagnosis.advice]
+    lines += [labelled("shown", plain(fact, _MOST)) for fact in diagnosis.evidence]
+    lines += [labelled("fix", plain(text, _MOST)) for text in diagnosis.advice]
     lines += command_lines(diagnosis)
     if diagnosis.patch is not None:
         lines.append(labelled("patch", plain(json.dumps(diagnosis.patch), _MOST)))
     if diagnosis.word:
         lines.append(labelled("more", f"finetune explain {plain(diagnosis.word, 128)}"))
-    lines += [labelled("unseen", plain(each, _MOST)) for each in unseen]
+    lines += [labelled("unseen", plain(text, _MOST)) for text in unseen]
     return "\n".join(lines) + "\n"
 
 
 def command_lines(diagnosis: Diagnosis) -> list[str]:
-    """Commands to type, each on one line however long it is."""
-    return [f"    {'run:':<8}{plain(each, _MOST)}" for each in diagnosis.commands]
+    """Return the lines of commands to type, each command on one line, however long it is."""
+    return [f"    {'run:':<8}{plain(command, _MOST)}" for command in diagnosis.commands]
 
 
 def diagnosis_document(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = ()) -> dict[str, Any]:
-    """The diagnosis as data. `patch` is a JSON merge patch for the manifest of a new job."""
+    """Return the diagnosis as data. `patch` is a JSON merge patch for the manifest of a new job."""
     return {
         "namespace": job.namespace,
         "name": job.name,

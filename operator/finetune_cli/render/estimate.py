@@ -1,4 +1,4 @@
-"""Memory of a rank and time of a step as tables, and as JSON."""
+"""Output of `finetune estimate`: memory of a rank and time of a step, as tables and as data."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 from finetune_cli.checks.estimate import JobEstimate
 from finetune_cli.render.verdicts import choices_text
 from finetune_job.rules.rule import changes_text
-from finetune_memory.devices import ASSUMED
 from finetune_memory.estimate import Term
 from finetune_memory.limit import format_bytes
-from finetune_memory.verdict import MemoryVerdict, no_change_suffices
+from finetune_memory.verdict import no_change_suffices
 
 
 def estimate_text(estimates: list[JobEstimate]) -> str:
-    """The estimates of all jobs of a manifest."""
-    return "\n".join(_job(each) for each in estimates)
+    """Write the estimates of all jobs of a manifest."""
+    return "\n".join(_job(estimate) for estimate in estimates)
 
 
 def _job(job: JobEstimate) -> str:
@@ -52,7 +51,8 @@ def _job(job: JobEstimate) -> str:
         lines += [_row(term, is_largest=False) for term in estimate.host_terms]
         if verdict.host_limit is not None:
             lines.append(f"  {'limit':20} {format_bytes(verdict.host_limit.bytes):>11}  {verdict.host_limit.source}")
-            lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {_host_difference(verdict):>11}")
+            left = _difference(estimate.host_total, verdict.host_limit.bytes)
+            lines.append(f"  {'too little' if verdict.exceeds_host else 'fits':20} {left:>11}")
     return "\n".join([*lines, "", *_time(job), ""])
 
 
@@ -62,9 +62,8 @@ def _time(job: JobEstimate) -> list[str]:
         return [f"  Time: not calculated, because {job.pace_problem}"]
     ranks, calibration = pace.ranks, pace.calibration
     parts = f"{calibration.flops:.0%} of its published peak in matrix products, {calibration.attention:.0%} of it in attention"
-    source = "Assumed" if calibration == ASSUMED else "By what kernels reached there"
     lines = [
-        f"  Time of a step on {pace.device.name}, calculated. {source}: {parts},",
+        f"  Time of a step on {pace.device.name}, calculated. Assumed: {parts},",
         f"  {calibration.memory:.0%} of its memory's peak, and full rows:",
         "",
         *(f"  {term.name:20} {term.seconds:>9.3f} s  {term.detail}" for term in pace.terms),
@@ -81,10 +80,6 @@ def _time(job: JobEstimate) -> list[str]:
     return lines
 
 
-def _host_difference(verdict: MemoryVerdict) -> str:
-    return _difference(verdict.estimate.host_total, 0 if verdict.host_limit is None else verdict.host_limit.bytes)
-
-
 def _row(term: Term, *, is_largest: bool) -> str:
     mark = "  <- largest" if is_largest else ""
     return f"  {term.name:20} {format_bytes(term.bytes):>11}  {term.detail}{mark}"
@@ -95,29 +90,29 @@ def _difference(total: int, limit: int) -> str:
 
 
 def estimate_document(estimates: list[JobEstimate]) -> dict[str, Any]:
-    """The estimates as plain data; numbers are bytes of one rank, or seconds."""
+    """Return the estimates as plain data; numbers are bytes of one rank, or seconds."""
     return {
         "jobs": [
             {
-                "name": each.name,
-                "ranks": each.plan.parallelism.world_size,
-                "precision": each.precision,
-                "fits": each.verdict.fits,
-                "total": each.verdict.estimate.total,
-                "limit": None if each.verdict.limit is None else each.verdict.limit.bytes,
-                "moment": each.verdict.estimate.moment,
-                "terms": [_term(term) for term in each.verdict.estimate.terms],
-                "host": [_term(term) for term in each.verdict.estimate.host_terms],
-                "choices": [choice.model_dump(mode="json") for choice in each.verdict.choices],
+                "name": estimate.name,
+                "ranks": estimate.plan.parallelism.world_size,
+                "precision": estimate.precision,
+                "fits": estimate.verdict.fits,
+                "total": estimate.verdict.estimate.total,
+                "limit": None if estimate.verdict.limit is None else estimate.verdict.limit.bytes,
+                "moment": estimate.verdict.estimate.moment,
+                "terms": [_term(term) for term in estimate.verdict.estimate.terms],
+                "host": [_term(term) for term in estimate.verdict.estimate.host_terms],
+                "choices": [choice.model_dump(mode="json") for choice in estimate.verdict.choices],
                 "alternative": None
-                if each.verdict.alternative is None
+                if estimate.verdict.alternative is None
                 else {
-                    "total": each.verdict.alternative.estimate.total,
-                    "changes": [change.model_dump(mode="json") for change in each.verdict.alternative.changes],
+                    "total": estimate.verdict.alternative.estimate.total,
+                    "changes": [change.model_dump(mode="json") for change in estimate.verdict.alternative.changes],
                 },
-                "time": _time_document(each),
+                "time": _time_document(estimate),
             }
-            for each in estimates
+            for estimate in estimates
         ]
     }
 

@@ -1,4 +1,4 @@
-"""One job of a cluster: where it is, its stages and attempts, and what to do next."""
+"""Output of `finetune status` for a job of a cluster: its state, its stages and attempts, and what to do next."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from finetune_cli.exit_codes import ExitCode
 from finetune_cli.jobs.diagnosis import Diagnosis
 from finetune_cli.jobs.durations import duration_text
 from finetune_cli.jobs.plain import plain
-from finetune_cli.jobs.progress import Figures, figures, seconds_between, seconds_left, stage_name, state, timeline
+from finetune_cli.jobs.progress import figures, seconds_between, seconds_left, stage_name, state, timeline
 from finetune_cli.jobs.seen import SeenJob
 from finetune_cli.jobs.stored_run import StoredCheckpoint
 from finetune_cli.render.columns import bar, figure, sparkline, table
@@ -20,7 +20,7 @@ from finetune_cli.render.verdicts import labelled
 from finetune_job.api.status import Attempt
 from finetune_job.names import Role
 from finetune_job.reasons import AttemptOutcome, ConditionType
-from finetune_operator.decide.restart_policy import POLICY, Retry
+from finetune_operator.decide.failures.restart_policy import Retry, retry_of
 
 _MOST = 500
 
@@ -32,9 +32,9 @@ def status_text(
     losses: Sequence[float] = (),
     checkpoints: Sequence[StoredCheckpoint] | None = None,
 ) -> str:
-    """The answer for a person.
+    """Return the answer as text.
 
-    losses: those of the steps so far, if they are known. checkpoints: None if the workspace was not read.
+    losses: losses of the steps so far, if they are known. checkpoints: None if the workspace was not read.
     """
     stage = stage_name(job)
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
@@ -49,16 +49,18 @@ def status_text(
     ]
     if stages:
         text += "\n" + table(("STAGE", "STATE", "BEGAN", "TOOK", "ATTEMPTS"), stages, "  ")
-    tried = [each for each in job.status.attempts if each.role is Role.TRAIN or each.outcome is AttemptOutcome.FAILED]
-    if len(tried) > 1 or any(each.outcome is AttemptOutcome.FAILED for each in tried):
-        rows = [_attempt_row(each, now) for each in tried]
+    tried = [attempt for attempt in job.status.attempts if attempt.role is Role.TRAIN or attempt.outcome is AttemptOutcome.FAILED]
+    if len(tried) > 1 or any(attempt.outcome is AttemptOutcome.FAILED for attempt in tried):
+        rows = [_attempt_row(attempt, now) for attempt in tried]
         text += "\n" + table(("ATTEMPT", "OUTCOME", "BEGAN", "TOOK", "FAILURE", ""), rows, "  ")
     if checkpoints is not None:
         text += "\n" + _checkpoints_text(checkpoints)
     if job.status.artifacts:
-        text += "\n" + table(("RESULT", "PATH"), [(plain(one.name), plain(one.path)) for one in job.status.artifacts], "  ")
+        text += "\n" + table(
+            ("RESULT", "PATH"), [(plain(artifact.name), plain(artifact.path)) for artifact in job.status.artifacts], "  "
+        )
     if job.unreadable:
-        text += f"\n  not readable in its status, and left out: {', '.join(map(plain, job.unreadable))}\n"
+        text += f"\n  unreadable status fields, not shown: {', '.join(map(plain, job.unreadable))}\n"
     return text
 
 
@@ -78,8 +80,12 @@ def _progress_lines(job: SeenJob, now: datetime, losses: Sequence[float]) -> lis
         lines.append(labelled("loss", f"{figure(stats.loss)}{held_out}"))
     if losses:
         lines.append(labelled("curve", f"{sparkline(losses)}  {figure(losses[0])} to {figure(losses[-1])}"))
+    measured, calculated, beside = stats.tokens_per_second, stats.calculated_tokens_per_second, ""
+    if measured and calculated:
+        # This shows how far the pace calculated for the device is from the measured one.
+        beside = f" (calculated {calculated:.0f}, {calculated / measured - 1:+.0%})"
     pace = [
-        *([f"{stats.tokens_per_second:.0f} tokens/s{_beside_calculation(stats)}"] if stats.tokens_per_second is not None else []),
+        *([f"{measured:.0f} tokens/s{beside}"] if measured is not None else []),
         *([f"MFU {stats.mfu:.1%}"] if stats.mfu is not None else []),
         *([f"{stats.goodput:.0%} of the time at work"] if stats.goodput is not None else []),
     ]
@@ -93,44 +99,35 @@ def _checkpoints_text(checkpoints: Sequence[StoredCheckpoint]) -> str:
         return "  the workspace holds no checkpoint\n"
     rows = [
         (
-            str(each.step),
-            _clock(each.saved) or "-",
-            f"{each.bytes / 2**20:.1f} MiB",
-            "yes" if each.is_complete else "no",
-            figure(each.loss),
-            figure(each.eval_loss) + (" (lowest)" if each.is_best else ""),
+            str(checkpoint.step),
+            _clock(checkpoint.saved) or "-",
+            f"{checkpoint.bytes / 2**20:.1f} MiB",
+            "yes" if checkpoint.is_complete else "no",
+            figure(checkpoint.loss),
+            figure(checkpoint.eval_loss) + (" (lowest)" if checkpoint.is_best else ""),
         )
-        for each in checkpoints
+        for checkpoint in checkpoints
     ]
     return table(("CHECKPOINT", "SAVED", "SIZE", "COMPLETE", "LOSS", "HELD OUT"), rows, "  ")
-
-
-def _beside_calculation(stats: Figures) -> str:
-    """The error of what was calculated for the device."""
-    measured, calculated = stats.tokens_per_second, stats.calculated_tokens_per_second
-    if not measured or not calculated:
-        return ""
-    return f" (calculated {calculated:.0f}, {calculated / measured - 1:+.0%})"
 
 
 def _attempt_row(attempt: Attempt, now: datetime) -> tuple[str, ...]:
     seconds = seconds_between(attempt.start_time, attempt.end_time, now)
     failure = str(attempt.failure or "")
-    if attempt.failure is not None and POLICY[attempt.failure].retry is Retry.UNCOUNTED:
+    step = attempt.evidence[0].step if attempt.evidence else 0
+    if attempt.failure is not None and not attempt.counted and retry_of(attempt.failure, step) is Retry.UNCOUNTED:
         failure += " (not counted)"
+    nodes = "" if attempt.nodes is None else f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}"
+    number = len(attempt.restarts)
+    restarts = f", {number} restart{'s' if number > 1 else ''} in its pod" if number else ""
     return (
         f"{attempt.role}-{attempt.number}",
-        attempt.outcome + _size(attempt) + (", pod kept" if attempt.continued else ""),
+        attempt.outcome + nodes + restarts,
         plain(attempt.start_time.removesuffix("Z").replace("T", " "), 20),
         duration_text(seconds),
         failure,
         plain(attempt.message, 60),
     )
-
-
-def _size(attempt: Attempt) -> str:
-    """Number of nodes of an elastic gang, in words."""
-    return "" if attempt.nodes is None else f" on {attempt.nodes} node{'s' * (attempt.nodes != 1)}"
 
 
 def _clock(moment: datetime | None) -> str:
@@ -144,7 +141,7 @@ def status_document(
     losses: Sequence[float] = (),
     checkpoints: Sequence[StoredCheckpoint] | None = None,
 ) -> dict[str, Any]:
-    """The answer as data; `checkpoints` is null if the workspace was not read for them."""
+    """Return the answer as data; `checkpoints` is null if the workspace was not read."""
     stats = figures(job)
     return {
         **summary(job, now),
@@ -161,35 +158,35 @@ def status_document(
         if checkpoints is None
         else [
             {
-                "step": each.step,
-                "saved": None if each.saved is None else each.saved.isoformat(),
-                "complete": each.is_complete,
-                "bytes": each.bytes,
-                "loss": each.loss,
-                "evalLoss": each.eval_loss,
-                "best": each.is_best,
+                "step": checkpoint.step,
+                "saved": None if checkpoint.saved is None else checkpoint.saved.isoformat(),
+                "complete": checkpoint.is_complete,
+                "bytes": checkpoint.bytes,
+                "loss": checkpoint.loss,
+                "evalLoss": checkpoint.eval_loss,
+                "best": checkpoint.is_best,
             }
-            for each in checkpoints
+            for checkpoint in checkpoints
         ],
         "stages": [
             {
-                "name": each.name,
-                "state": each.state,
-                "message": each.message,
-                "began": None if each.begun is None else each.begun.isoformat(),
-                "seconds": each.seconds,
-                "attempts": [attempt.model_dump(mode="json", by_alias=True) for attempt in each.attempts],
+                "name": stage.name,
+                "state": stage.state,
+                "message": stage.message,
+                "began": None if stage.begun is None else stage.begun.isoformat(),
+                "seconds": stage.seconds,
+                "attempts": [attempt.model_dump(mode="json", by_alias=True) for attempt in stage.attempts],
             }
-            for each in timeline(job, now)
+            for stage in timeline(job, now)
         ],
-        "conditions": [each.model_dump(mode="json", by_alias=True) for each in job.status.conditions],
-        "findings": [each.model_dump(mode="json") for each in job.status.findings],
-        "artifacts": [each.model_dump(mode="json", by_alias=True) for each in job.status.artifacts],
+        "conditions": [condition.model_dump(mode="json", by_alias=True) for condition in job.status.conditions],
+        "findings": [finding.model_dump(mode="json") for finding in job.status.findings],
+        "artifacts": [artifact.model_dump(mode="json", by_alias=True) for artifact in job.status.artifacts],
     }
 
 
 def waited_text(name: str, job: SeenJob | None, wanted: ConditionType, code: ExitCode, seconds: float) -> str:
-    """The end of a wait, in a line."""
+    """Say in one line how a wait ended."""
     if job is None:
         return f"{plain(name)}: the job was deleted\n"
     if code is ExitCode.DONE:

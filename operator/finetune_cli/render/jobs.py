@@ -18,7 +18,7 @@ _HEADER = ("NAME", "STATE", "STAGE", "STEP", "LEFT", "LOSS", "ATTEMPTS", "AGE")
 
 
 def jobs_text(jobs: Sequence[SeenJob], now: datetime, *, everywhere: bool) -> str:
-    """A table with one line for each job."""
+    """Return a table with one line for each job."""
     header = ("NAMESPACE", *_HEADER) if everywhere else _HEADER
     return table(header, [(*([plain(job.namespace)] if everywhere else []), *_row(job, now)) for job in jobs])
 
@@ -38,22 +38,22 @@ def _row(job: SeenJob, now: datetime) -> tuple[str, ...]:
 
 
 def age(job: SeenJob, now: datetime) -> float | None:
-    """Seconds since the job was created."""
+    """Return the seconds since the job was created."""
     return None if job.created is None else max((now - job.created).total_seconds(), 0.0)
 
 
 def num_attempts(job: SeenJob) -> int:
-    """Number of attempts of training."""
+    """Return the number of attempts of training."""
     return job.status.attempt + 1 if job.attempts_of(Role.TRAIN) else 0
 
 
 def jobs_document(jobs: Sequence[SeenJob], now: datetime) -> dict[str, Any]:
-    """The jobs as data."""
+    """Return the jobs as data."""
     return {"jobs": [summary(job, now) for job in jobs]}
 
 
 def summary(job: SeenJob, now: datetime) -> dict[str, Any]:
-    """A job as data; times are seconds."""
+    """Return a job as data; times are seconds."""
     progress = figures(job)
     return {
         "namespace": job.namespace,

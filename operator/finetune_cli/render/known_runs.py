@@ -8,13 +8,13 @@ from typing import Any
 
 from finetune_cli.local.known_runs import KnownRun
 from finetune_cli.render.columns import table
-from finetune_cli.render.run import progress_text, stage_text
+from finetune_cli.render.run import WORK, progress_text
 
 _HEADER = ("JOB", "STATE", "PROCESS", "SINCE", "STEP")
 
 
 def runs_text(runs: Sequence[KnownRun], claims: Path) -> str:
-    """A table with one line for each run."""
+    """Return a table with one line for each run."""
     if not runs:
         return f"no job was run below {claims}\n"
     return table(_HEADER, [_row(run) for run in runs])
@@ -31,12 +31,12 @@ def _row(run: KnownRun) -> tuple[str, ...]:
 def _state(run: KnownRun) -> str:
     stage = run.record.stage
     if run.holder is not None:
-        return stage_text(stage) if stage else "starting"
+        return WORK[stage] if stage else "starting"
     return "ended" if stage is None else f"stopped in {stage}"
 
 
 def runs_document(runs: Sequence[KnownRun]) -> dict[str, Any]:
-    """The runs as data."""
+    """Return the runs as data."""
     return {"runs": [_entry(run) for run in runs]}
 
 

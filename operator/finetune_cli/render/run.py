@@ -1,15 +1,27 @@
-"""A local run on a terminal: a bar for training, a line for each role that ended, and the last words.
+"""Output of a local run: on a terminal a bar for training, a line for each role that ended, and a summary.
 
-In a file there are lines only, and one at least every half minute.
+A file gets only lines, at least one every half minute.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.role_output import SaidLine
@@ -18,13 +30,9 @@ from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
-from finetune_job.progress import Progress
+from finetune_job.progress import Progress as TrainingProgress
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.progress import TaskID
-
-_WORDS = {
+WORK = {
     Role.FETCH: "fetching model and data",
     Role.PREFLIGHT: "checking model and data",
     Role.TRAIN: "training",
@@ -32,7 +40,7 @@ _WORDS = {
     Role.PUBLISH: "publishing",
 }
 WAITING_SECONDS = 5.0
-"""Seconds between two lines about failed requests: several files may wait at the same time."""
+"""Shortest time between two lines about failed requests: several files may wait at the same time."""
 _HEADS = {
     ExitCode.DONE: "Done.",
     ExitCode.REFUSED: "Refused: nothing was trained.",
@@ -41,34 +49,27 @@ _HEADS = {
 }
 
 
-class LiveView:
-    """A `RunListener` on a terminal; in a file only the lines appear."""
+class View:
+    """The output of a command that takes long: a bar on a terminal; in a file lines, at least one every half minute."""
 
-    def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
-        # Other commands use the words of this module, and draw nothing.
-        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
-        from rich.progress import Progress as Bars
+    def __init__(
+        self,
+        console: Console,
+        columns: Sequence[ProgressColumn] = (),
+        *,
+        prefix: str = "",
+        silence_seconds: float = SILENCE_SECONDS,
+    ) -> None:
+        """columns: columns of the bar; empty: there is no bar. prefix: begins the lines that say what is still being done."""
+        self._console = console
+        # Checked once, because the bar has to be ended even if the terminal is gone by then.
+        self._draws = console.is_terminal and bool(columns)
+        self._signs = SignsOfLife(lambda line: self._print(f"{prefix}{line}"), silence_seconds=silence_seconds)
+        self._bars = Progress(*columns, console=console, transient=True)
 
-        self._console, self._job = console, job
-        # Asked once: a terminal may go away in the meantime, and what was begun has to be ended.
-        self._draws = console.is_terminal
-        self._signs = SignsOfLife(lambda line: self._print(f"{job}: {line}"), silence_seconds=silence_seconds)
-        self._told_waiting = -WAITING_SECONDS
-        self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-        )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> Self:
         if self._draws:
-            self._bars.start()  # moves, and shows the time
+            self._bars.start()  # the bar moves and shows the time, so no lines are needed
         else:
             self._signs.__enter__()
         return self
@@ -79,22 +80,38 @@ class LiveView:
         else:
             self._signs.__exit__(*exception)
 
-    def started(self, role: Role, attempt: int, output: Path) -> None:
-        """A role begins; its output goes to a file."""
-        again = f", attempt {attempt}" if attempt else ""
-        self._print(f"{self._job}: {_WORDS[role]}{again} (output: {output})")
-        self._signs.doing(_WORDS[role])
-        if self._draws:
-            self._task = self._bars.add_task(_WORDS[role], total=None, facts="")
+    def _print(self, text: str) -> None:
+        self._signs.spoken()
+        self._console.print(text, markup=False, soft_wrap=True)
 
-    def progressed(self, progress: Progress) -> None:
-        """Rank 0 has answered."""
+
+class LiveView(View):
+    """A `RunListener` that shows a run on a terminal; in a file only the lines appear."""
+
+    def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        facts = (MofNCompleteColumn(), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), *facts)
+        super().__init__(console, columns, prefix=f"{job}: ", silence_seconds=silence_seconds)
+        self._job = job
+        self._told_waiting = -WAITING_SECONDS
+        self._task: TaskID | None = None
+
+    def started(self, role: Role, attempt: int, output: Path) -> None:
+        """Print that a role begins, and the file of its output."""
+        again = f", attempt {attempt}" if attempt else ""
+        self._print(f"{self._job}: {WORK[role]}{again} (output: {output})")
+        self._signs.doing(WORK[role])
+        if self._draws:
+            self._task = self._bars.add_task(WORK[role], total=None, facts="")
+
+    def progressed(self, progress: TrainingProgress) -> None:
+        """Show the progress that rank 0 has reported."""
         self._signs.detail(f"step {progress.step} of {progress.total_steps}  {progress_text(progress)}".rstrip())
         if self._task is not None:
             self._bars.update(self._task, completed=progress.step, total=progress.total_steps, facts=progress_text(progress))
 
     def said(self, line: SaidLine) -> None:
-        """The role has written a line; that something is waited for is said at once."""
+        """Keep a line of the role's log for the next sign of life; a line about a wait is also printed at once."""
         self._signs.detail(line.message)
         now = time.monotonic()
         if line.is_waiting and now - self._told_waiting >= WAITING_SECONDS:
@@ -102,7 +119,7 @@ class LiveView:
             self._print(f"{self._job}: waiting: {line.message}")
 
     def ended(self, report: TerminationReport, seconds: float) -> None:
-        """A role has ended."""
+        """Print how a role has ended."""
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
@@ -110,7 +127,8 @@ class LiveView:
         said = f": {report.message}" if report.message else ""
         is_interrupted = report.failure is FailureClass.PREEMPTED
         kind = f" ({report.failure})" if report.failure and not is_interrupted else ""
-        ending = "interrupted" if is_interrupted else _ending(report.outcome)
+        endings = {Outcome.SUCCEEDED: "succeeded", Outcome.REFUSED: "refused the job", Outcome.FAILED: "failed"}
+        ending = "interrupted" if is_interrupted else endings[report.outcome]
         if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
             said += f"; rehearsal: {report.facts['rehearsal']}"
         self._print(f"{self._job}: {report.role} {ending}{kind} after {seconds:.1f} s{said}")
@@ -121,27 +139,14 @@ class LiveView:
             self._print(f"  {report.hint}")
 
     def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
-        """Note that the same role is tried again."""
+        """Print that the same role is tried again."""
         pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
         self._print(f"{self._job}: {report.role} starts again{pause}")
         self._signs.doing(f"waiting to start {report.role} again{pause}")
 
-    def _print(self, text: str) -> None:
-        self._signs.spoken()
-        self._console.print(text, markup=False, soft_wrap=True)
 
-
-def _ending(outcome: Outcome) -> str:
-    return {Outcome.SUCCEEDED: "succeeded", Outcome.REFUSED: "refused the job", Outcome.FAILED: "failed"}[outcome]
-
-
-def stage_text(role: Role) -> str:
-    """The work of a role, as people say it."""
-    return _WORDS[role]
-
-
-def progress_text(progress: Progress) -> str:
-    """Losses, pace and what is left."""
+def progress_text(progress: TrainingProgress) -> str:
+    """Write losses, pace and the time that is left."""
     parts = []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
@@ -155,7 +160,7 @@ def progress_text(progress: Progress) -> str:
 
 
 def summary_text(code: ExitCode, summary: Summary) -> str:
-    """Losses, results, verification and time."""
+    """Write losses, results, verification and time."""
     rows: list[tuple[str, str]] = []
     if summary.losses is not None:
         kind = "held-out loss" if summary.losses.held_out else "training loss"
@@ -182,7 +187,7 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:
-    """The summary as plain data; what does not exist is null."""
+    """Return the summary as plain data; what does not exist is null."""
     losses = summary.losses
     return {
         "losses": None if losses is None else {"first": losses.first, "last": losses.last, "heldOut": losses.held_out},
@@ -204,12 +209,12 @@ def _path(path: Path | None) -> str | None:
 
 
 def row_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Labels and what they stand for, in two columns."""
+    """Write labels and their texts in two columns."""
     return [f"  {label + ':':<15}{text}" for label, text in rows]
 
 
 def verification_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The figures that say most; the report has them all."""
+    """Return rows with the most important figures; the report has all of them."""
     if "passed" not in figures:
         return []
     parts = ["passed" if figures["passed"] else "FAILED"]
@@ -223,6 +228,6 @@ def verification_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("verification", ", ".join(parts))]
     other = figures.get("other_logits")
     if isinstance(other, Mapping) and "mean_kl" in other:
-        # QLoRA: the adapter was trained on other values of the base than those that it was added to, or the other way round.
+        # With QLoRA, the base that the adapter was trained on and the base that it was added to have different values.
         rows.append(("on other base", f"mean KL {other['mean_kl']:.2g}, same token {other.get('top1_agreement', 0):.1%}"))
     return rows

@@ -1,4 +1,4 @@
-"""Signs of life of a command that waits: a line about what it does, whenever nothing was printed for a while."""
+"""Signs of life of a waiting command: a line that says what it does, whenever nothing was printed for a while."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Self
 
 SILENCE_SECONDS = 30.0
-"""Longest time without a line where nothing on the screen moves."""
+"""Longest time without a line while nothing moves on the screen."""
 
 
 class SignsOfLife:
-    """Calls `print_line` with what is being done and for how long, after each time of silence; as a context manager.
+    """A context manager that calls `print_line` with what is being done and for how long, after each period of silence.
 
-    A thread of its own does it, because what is waited for may be a read of a pipe.
+    A separate thread does so, because the command itself may be waiting for a read of a pipe.
     """
 
     def __init__(self, print_line: Callable[[str], None], *, silence_seconds: float = SILENCE_SECONDS) -> None:
@@ -25,18 +25,18 @@ class SignsOfLife:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def doing(self, text: str) -> None:
-        """Note what is being done from now on; empty: nothing that takes long. The caller has printed a line about it."""
+        """Set what is being done from now on; empty: nothing that takes long. The caller has printed a line about it."""
         with self._lock:
             self._doing, self._detail = text, ""
             self._since = self._spoken = time.monotonic()
 
     def detail(self, text: str) -> None:
-        """Note the progress, which the next sign of life will say."""
+        """Set the progress that the next sign of life will name."""
         with self._lock:
             self._detail = text
 
     def spoken(self) -> None:
-        """A line was printed."""
+        """Record that a line was printed."""
         with self._lock:
             self._spoken = time.monotonic()
 
@@ -56,7 +56,7 @@ class SignsOfLife:
                 self._print_line(line)
 
     def _next(self, now: float) -> tuple[str, float]:
-        """The line that is due, if one is, and seconds until the next may be."""
+        """Return the line that is due, or an empty one, and the seconds until the next may be due."""
         with self._lock:
             left = self._spoken + self._silence_seconds - now
             if left > 0:

@@ -13,36 +13,34 @@ import yaml
 from finetune_job.finding import Finding
 
 if TYPE_CHECKING:
-    # The rule book, which commands that only look at a cluster have no use for.
+    # These import the rules, which commands that only look at a cluster do not need.
     from finetune_cli.checks.fix import FixedFile
-    from finetune_cli.checks.validate import DocumentVerdict, Report
+    from finetune_cli.checks.validate import Report
     from finetune_job.plan.run_plan import Choice
 
 
 WIDTH = 100
-"""Columns."""
+"""Characters of a line."""
 
 
 def report_text(report: Report) -> str:
-    """The text of all verdicts; each names its file if there are several."""
+    """Write all verdicts; each names its file if there are several files."""
     has_several = len({verdict.file for verdict in report.verdicts}) > 1
-    return "\n".join(_verdict(verdict, has_several) for verdict in report.verdicts) + "\n"
-
-
-def _verdict(verdict: DocumentVerdict, names_file: bool) -> str:
-    subject = " ".join(part for part in (verdict.kind, verdict.name) if part) or "input"
-    place = f"{verdict.file}: " if names_file and verdict.file else ""
-    lines = [f"{place}{subject}: {verdict.outcome}"]
-    lines += [f"  {verdict.device}"] if verdict.device else []
-    lines += [finding_text(finding) for finding in verdict.findings]
-    # Only an accepted job has choices.
-    if verdict.choices:
-        lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
-    return "\n".join(lines)
+    lines: list[str] = []
+    for verdict in report.verdicts:
+        subject = " ".join(part for part in (verdict.kind, verdict.name) if part) or "input"
+        place = f"{verdict.file}: " if has_several and verdict.file else ""
+        lines.append(f"{place}{subject}: {verdict.outcome}")
+        lines += [f"  {verdict.device}"] if verdict.device else []
+        lines += [finding_text(finding) for finding in verdict.findings]
+        # Only an accepted job has choices.
+        if verdict.choices:
+            lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
+    return "\n".join([*lines, ""])
 
 
 def finding_text(finding: Finding) -> str:
-    """The text of a finding: field, value, reason, fix."""
+    """Write a finding: field, value, reason, fix."""
     return "\n".join(
         [
             "",
@@ -57,7 +55,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def choices_text(choices: Iterable[Choice]) -> str:
-    """The choices of the plan."""
+    """Write the choices of a plan."""
     from finetune_job.rules.rule import format_value
 
     rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
@@ -66,7 +64,7 @@ def choices_text(choices: Iterable[Choice]) -> str:
 
 
 def fixes_text(files: Sequence[FixedFile]) -> str:
-    """The list of changes, by rule."""
+    """List the changes that were made, each with its rule."""
     from finetune_job.rules.rule import changes_text
 
     lines = []
@@ -77,7 +75,7 @@ def fixes_text(files: Sequence[FixedFile]) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """A line `label: text`, indented and wrapped."""
+    """Write `label: text`, indented and wrapped."""
     lead = f"    {label + ': ':<8}"
     indent = " " * len(lead)
     return textwrap.fill(
@@ -86,7 +84,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def report_document(report: Report) -> dict[str, Any]:
-    """A whole file as plain data."""
+    """Return a report as plain data."""
     return {
         "accepted": report.exit_code == 0,
         "documents": [
@@ -107,12 +105,12 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def as_json(content: dict[str, Any]) -> str:
-    """Indented, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    """Write JSON, indented, keys in their given order. Unprintable characters are escaped, and read back the same."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:
-    """Block style, keys in the order given. What does not print is escaped; it reads back to the same content."""
+    """Write YAML in block style, keys in their given order. Unprintable characters are escaped, and read back the same."""
     text = str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return text if text.replace("\n", "").isprintable() else str(yaml.safe_dump(content, sort_keys=False))

@@ -1,1 +1,1 @@
-"""What users and administrators write, and what the operator answers: FineTuneJob, FineTuneProfile and their status."""
+"""The models of FineTuneJob and FineTuneProfile, which users write, and of the status that the operator writes."""

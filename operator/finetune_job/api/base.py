@@ -1,7 +1,7 @@
 """The base of every API model and the value types that several of them share.
 
-Every command reads these modules when it starts. So models are built when they are used (`defer_build`), a default that is a
-model is made by `model_construct()`, which builds none, and annotations are no strings, which pydantic would have to compile.
+Every command imports these modules. To start fast, models are built on first use (`defer_build`), a default that is a model comes
+from `model_construct()`, which builds nothing, and annotations are not strings, which pydantic would have to compile.
 """
 
 import re
@@ -14,21 +14,16 @@ from pydantic.alias_generators import to_camel
 
 
 class ApiModel(BaseModel):
-    """camelCase outside, snake_case inside; unknown fields are errors; immutable once parsed."""
+    """The base of all API models: camelCase in manifests, snake_case in Python; unknown fields are errors; immutable."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel,
-        populate_by_name=True,
-        extra="forbid",
-        frozen=True,
-        strict=False,
-        defer_build=True,
+        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, strict=False, defer_build=True
     )
 
     @model_validator(mode="before")
     @classmethod
     def _empty_is_unset(cls, content: Any) -> Any:
-        """A null where the schema has a default is that default, as the API server has it (`fetch:` with nothing below it)."""
+        """Replace a null by the schema's default, if there is one, as the API server does (`fetch:` with nothing below it)."""
         if not isinstance(content, dict) or None not in content.values():
             return content
         defaulted = {info.alias for info in cls.model_fields.values() if not info.is_required() and info.default is not None}
@@ -36,15 +31,14 @@ class ApiModel(BaseModel):
 
 
 DECIMAL_PATTERN = r"^[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]{1,2})?$"
-"""Floats are not allowed in the spec (they do not survive every JSON round trip unchanged): numbers with a fraction are
-strings."""
+"""The form of numbers with a fraction: strings, because floats do not survive every JSON round trip unchanged."""
 
 
 LONGEST_DECIMAL = 24
 
 
 def _decimal(text: Any) -> Any:
-    """Says what is wrong in better words than a pattern can."""
+    """Refuse a string that is not a decimal number, with a clearer message than a pattern gives."""
     if isinstance(text, bool):
         raise ValueError('is a boolean; write a number as a string, such as "2e-4"')
     if isinstance(text, int | float):
@@ -69,7 +63,7 @@ def _decimal(text: Any) -> Any:
     return text
 
 
-# The constraints stand first: behind a validator they would not reach the JSON schema, and so not the CRD.
+# The constraints come first: after a validator they would not reach the JSON schema, and so not the CRD.
 DecimalString = Annotated[str, StringConstraints(pattern=DECIMAL_PATTERN, max_length=LONGEST_DECIMAL), BeforeValidator(_decimal)]
 """A non-negative decimal number, written as a string."""
 
@@ -81,7 +75,7 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "K
 
 
 def size_bytes(text: str) -> int:
-    """Bytes of a `SizeString`."""
+    """Convert a `SizeString` to bytes."""
     match = re.fullmatch(r"([0-9]+)([A-Za-z]*)", text)
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is not a size; write it as in 5GB or 512Mi")
@@ -97,11 +91,11 @@ _REGISTRY = r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?"
 _REPOSITORY = r"[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
 _OCI = rf"oci://{_REGISTRY}/{_REPOSITORY}(:[A-Za-z0-9_][A-Za-z0-9._-]{{0,127}})?"
 HUB_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}$"
-"""Of a model: the Hub's own rule for repositories."""
+"""The Hub's own rule for names of repositories."""
 DESTINATION_PATTERN = f"^({_CLAIM}|{_MODEL}|{_BUCKET}|{_OCI})$"
 SOURCE_PATTERN = f"^({_CLAIM}|{_HUB}|{_BUCKET})$"
 HUB_DATASETS = "datasets/"
-"""How the Hub's own URLs tell a data set from a model."""
+"""Prefix by which the Hub's own URLs distinguish a data set from a model."""
 
 
 def _no_parent(text: str) -> str:
@@ -120,12 +114,9 @@ def _has_organisation(text: str) -> str:
 ClaimDirectory = Annotated[
     str, StringConstraints(pattern=f"^{_SEGMENT}(/{_SEGMENT})*$", max_length=512), AfterValidator(_no_parent)
 ]
-"""A directory below the root of a claim that is named elsewhere."""
+"""Path of a directory, relative to the root of a claim that another field names."""
 Source = Annotated[
-    str,
-    StringConstraints(pattern=SOURCE_PATTERN, max_length=512),
-    AfterValidator(_no_parent),
-    AfterValidator(_has_organisation),
+    str, StringConstraints(pattern=SOURCE_PATTERN, max_length=512), AfterValidator(_no_parent), AfterValidator(_has_organisation)
 ]
 """Where something is read from: `pvc://<claim>/<path>`, `hf://<org>/<model>`, `hf://datasets/<org>/<name>/<path>`,
 `s3://<bucket>/<prefix>`."""
@@ -138,14 +129,11 @@ def _is_model(text: str) -> str:
 
 
 Destination = Annotated[
-    str,
-    StringConstraints(pattern=DESTINATION_PATTERN, max_length=512),
-    AfterValidator(_no_parent),
-    AfterValidator(_is_model),
+    str, StringConstraints(pattern=DESTINATION_PATTERN, max_length=512), AfterValidator(_no_parent), AfterValidator(_is_model)
 ]
 """Where results go: `pvc://<claim>/<path>`, `hf://<org>/<model>`, `s3://<bucket>/<prefix>`, `oci://<registry>/<repository>:<tag>`."""
 DEFAULT_TAG = "latest"
-"""Tag of an `oci://` destination that names none, as container tools have it."""
+"""Tag for an `oci://` destination that names none, as in container tools."""
 
 
 class ClaimPath(BaseModel):
@@ -154,7 +142,7 @@ class ClaimPath(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     claim: str
     path: str = ""
-    """Relative to the claim's root; empty for the root itself."""
+    """Path relative to the claim's root; empty for the root itself."""
 
 
 class HubPath(BaseModel):
@@ -174,14 +162,14 @@ class BucketPath(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     bucket: str
     prefix: str = ""
-    """A key, or what comes before the keys; empty for the whole bucket."""
+    """An object's key, or the prefix of several keys; empty for the whole bucket."""
 
 
 _ADAPTER_SUFFIX, _LONGEST_HUB_NAME = "-adapter", 96
 
 
 def adapter_repository(place: HubPath) -> HubPath:
-    """Where an adapter goes if the merged model goes to `place`: loaders look for each at the top of a repository."""
+    """Return the adapter's repository if the merged model goes to `place`: loaders expect each at the top of a repository."""
     organisation, _, name = place.repository.partition("/")
     kept = name[: _LONGEST_HUB_NAME - len(_ADAPTER_SUFFIX)].rstrip("-._")
     return HubPath(repository=f"{organisation}/{kept}{_ADAPTER_SUFFIX}", is_dataset=False)
@@ -207,7 +195,7 @@ class RegistryPath(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     registry: str
-    """Host, with its port where one is given."""
+    """Host, with its port if one is given."""
     repository: str
     tag: str
 

@@ -1,9 +1,9 @@
-"""Values of settings that the command line offers as options, too, before it loads the models and pydantic."""
+"""Values of settings that the command line also offers as options, before it loads the models and pydantic."""
 
 from enum import StrEnum
 
 LARGEST_SHARD = "5GB"
-"""Of merged weights, if nothing else is set."""
+"""Default maximum size of a shard of merged weights."""
 
 
 class Dtype(StrEnum):
@@ -18,7 +18,7 @@ class MergeBase(StrEnum):
     """Weights that the adapter is added to. The rule book says why the last two are refused."""
 
     ORIGINAL = "Original"
-    """As stored, before any quantisation."""
+    """The base as stored, before any quantisation."""
     DEQUANTIZED = "Dequantized"
     """QLoRA and QDoRA only: the 4-bit values that the adapter was trained on, written in 16 bits."""
     QUANTIZED = "Quantized"

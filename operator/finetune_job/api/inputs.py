@@ -1,12 +1,14 @@
 """`spec.model`, `spec.data` and `spec.fetch`: what a job reads, and the credentials for sources outside the cluster."""
 
+import re
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from finetune_job.api.base import HUB_NAME_PATTERN, ApiModel, DecimalString, Revision, SecretName, Source
 from finetune_job.api.enumerations import Dtype
+from finetune_job.api.json_values import MAX_JSON_VALUES, check_json_values
 
 
 class Attention(StrEnum):
@@ -15,25 +17,25 @@ class Attention(StrEnum):
     SDPA = "sdpa"
     """torch's scaled dot product, with a mask that keeps packed documents apart."""
     EAGER = "eager"
-    """Products and softmax one after the other: of models whose attention has no other form."""
+    """Products and softmax one after the other, for models whose attention has no other form."""
     VARLEN = "varlen"
-    """torch's attention of documents of different lengths (`torch.nn.attention.varlen`): no mask, and no pair of tokens of two
-    documents is computed. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
+    """torch's attention for documents of different lengths (`torch.nn.attention.varlen`): it needs no mask, and computes no pair
+    of tokens of two documents. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
 
 
 class AddedToken(ApiModel):
     """A token that the base model's tokenizer does not have."""
 
     content: Annotated[str, StringConstraints(min_length=1, max_length=128)]
-    """Its text, which is never split: such as <|tool|>."""
+    """Text of the token, such as <|tool|>, which is never split."""
     special: bool = False
-    """Whether it stands for something else than text, so that `decode(..., skip_special_tokens=True)` leaves it out."""
+    """Whether the token is not text, so `decode(..., skip_special_tokens=True)` leaves it out."""
     stop: bool = False
-    """Whether generation stops at it, as at the end of a turn: its id is in `eos_token_id` of generation_config.json."""
+    """Whether generation stops at the token, as at the end of a turn: `eos_token_id` of generation_config.json has its id."""
 
 
 class ModelSpec(ApiModel):
-    """Which base model, and how it is loaded."""
+    """The base model, and how it is loaded."""
 
     source: Source
     """Directory with config.json, safetensors weights and the tokenizer: `pvc://<claim>/<path>`, `hf://<org>/<name>` or
@@ -41,17 +43,17 @@ class ModelSpec(ApiModel):
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     hub_name: Annotated[str, StringConstraints(pattern=HUB_NAME_PATTERN, max_length=193)] | None = None
-    """`<org>/<name>` by which the Hub has what a claim or bucket holds. Adapter configuration and model card then name it as the
-    base, so that `AutoPeftModel.from_pretrained` finds it. Unset: the adapter names what the base's config.json has as
-    `_name_or_path`, if that is such a name, else the source. Not for `hf://` sources."""
+    """Name on the Hub, `<org>/<name>`, of a model that is read from a claim or bucket. Adapter configuration and model card then
+    name it as the base, so that `AutoPeftModel.from_pretrained` finds it. Unset: the adapter names the `_name_or_path` of the
+    base's config.json, if that is a name on the Hub, else the source. Not for `hf://` sources."""
     dtype: Dtype | None = None
-    """Element type in which the base model is held. Unset: the type its weights are stored in, as config.json says."""
+    """Element type in which the base model is held. Unset: the type of its stored weights according to config.json."""
     attention: Attention | None = None
-    """Attention implementation. Unset: on a GPU varlen if the model's attention can be computed so, which preflight measures;
-    else sdpa."""
+    """Attention implementation. Unset: varlen on a GPU if preflight finds that it can compute the model's attention, else
+    sdpa."""
     max_positions: Annotated[int, Field(ge=1, le=1_048_576)] | None = None
-    """Longest record, in tokens, of a model whose positions are rotary: they can be computed beyond what the model has learnt.
-    Other models do not look at it. Unset: as config.json says, stretched by its rotary scaling."""
+    """Longest record in tokens for a model with rotary positions, which can be computed beyond the length that it has learnt.
+    Other models ignore it. Unset: the length in config.json, stretched by its rotary scaling."""
     added_tokens: Annotated[list[AddedToken], Field(min_length=1, max_length=256)] | None = None
     """Tokens to add to the tokenizer, each with a row of its own in the embeddings, which begins as the mean of the rows of all
     known tokens and is trained. Preflight writes the base model with these rows to the workspace; adapter and merged model come
@@ -61,7 +63,7 @@ class ModelSpec(ApiModel):
 
 
 class DataFormat(StrEnum):
-    """What one record holds."""
+    """The content of one record."""
 
     CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"
@@ -69,7 +71,7 @@ class DataFormat(StrEnum):
 
 
 class LossOn(StrEnum):
-    """Which tokens are supervised."""
+    """The tokens that are supervised."""
 
     ASSISTANT = "Assistant"
     """Every turn of the assistant in a chat, with the token that ends it."""
@@ -81,32 +83,32 @@ class LossOn(StrEnum):
 FieldName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
 """A key of records, or a column of tables."""
 SplitName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=64)]
-"""A split as the names of files have it, such as `train`."""
+"""Name of a split, as in file names, such as `train`."""
 
 
 class MappingPreset(StrEnum):
     """Published forms of records."""
 
     ALPACA = "Alpaca"
-    """Keys `instruction`, `input` and `output`."""
+    """Keys `instruction`, `input` and `output`, and optionally `system` and `history`."""
     SHARE_GPT = "ShareGPT"
-    """Key `conversations`, whose turns have `from` and `value`."""
+    """Key `conversations`, whose turns have `from` and `value`, and optionally `system`."""
 
 
 class TextUnit(StrEnum):
-    """What is one record of a .txt file."""
+    """The unit of a .txt file that is one record."""
 
     PARAGRAPH = "Paragraph"
-    """What is between blank lines."""
+    """The text between blank lines."""
     LINE = "Line"
 
 
 class DataMapping(ApiModel):
-    """What the records call the parts of their format, if not as the format does."""
+    """Names that the records have for the parts of their format, if they differ from the format's."""
 
     preset: MappingPreset | None = None
-    """Names of a published form; other fields that are set replace them. Alpaca: with PromptCompletion, or with Chat, which makes
-    a question and its answer of each record. ShareGPT: with Chat."""
+    """Published form whose names are used; other fields that are set override these. Alpaca: with PromptCompletion, or with Chat,
+    where each record becomes a question and its answer. ShareGPT: with Chat."""
     messages: FieldName | None = None
     """Key of the turns of a chat. Unset: messages."""
     role: FieldName | None = None
@@ -115,24 +117,29 @@ class DataMapping(ApiModel):
     """Key of the text in a turn. Unset: content."""
     roles: Annotated[dict[FieldName, FieldName], Field(max_length=32)] | None = None
     """Role as the records call it -> role as the chat template knows it: system, user, assistant or tool. Roles that are not
-    named here must have such a name already. Added to those of the preset."""
+    named here must have such a name already. These entries are added to those of the preset."""
     system: FieldName | None = None
     """Key of a text that is the system turn of its chat. Unset: none."""
     system_turn: Annotated[str, StringConstraints(min_length=1, max_length=16_384)] | None = None
     """Text of a system turn for every chat that has none."""
     prompt: FieldName | None = None
-    """Key of the prompt. With Chat: of the question, so that records of two texts become chats. Unset: prompt."""
+    """Key of the prompt; with Chat, key of the question, so records of two texts become chats. Unset: prompt."""
     input: FieldName | None = None
-    """Key of more text that belongs to the prompt, behind it; it may be empty. Unset: none."""
+    """Key of more text that follows the prompt and belongs to it; it may be empty. Unset: none."""
     completion: FieldName | None = None
     """Key of the completion. Unset: completion."""
+    history: FieldName | None = None
+    """Key of earlier turns that come before the prompt, with Chat: a list of pairs of question and answer, or of turns.
+    Unset: none."""
     separator: Annotated[str, StringConstraints(max_length=64)] | None = None
-    """Text between prompt and input, and with PromptCompletion between them and the completion, as a part of the prompt.
-    Unset: a line break."""
+    """Text between prompt and input. With PromptCompletion it also comes before the completion, as the end of the prompt."""
     text: FieldName | None = None
     """Key of the text. Unset: text."""
     text_unit: TextUnit | None = None
-    """What is a record of a .txt file. Unset: Paragraph."""
+    """Unit of a .txt file that is one record. Unset: Paragraph."""
+    ignored: Annotated[list[FieldName], Field(max_length=64)] | None = None
+    """Keys of records, turns and parts that have no meaning for this job. A record with any other key that would change what is
+    learnt, such as a weight or a picture, is refused, and other unknown keys give a warning."""
 
 
 class ValidationData(ApiModel):
@@ -143,7 +150,7 @@ class ValidationData(ApiModel):
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     split: SplitName | None = None
-    """As data.split. Unset: validation, or test if no file is of that split."""
+    """Split of the files, as in data.split. Unset: validation, or test if no file is of that split."""
 
 
 class Dataset(ApiModel):
@@ -154,7 +161,26 @@ class Dataset(ApiModel):
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     weight: DecimalString = "1"
-    """How often each record occurs in one pass, above 0 and up to 100: "2" twice, "0.5" every other record, evenly spread."""
+    """Occurrences of each record in one pass, above 0 and up to 100: "2" is twice, "0.5" every other record, evenly spread."""
+
+
+RESERVED_ARGUMENTS = frozenset({
+    "messages", "conversations", "tools", "chat_template", "add_generation_prompt", "continue_final_message",
+    "return_assistant_tokens_mask", "bos_token", "eos_token", "pad_token", "unk_token",
+})  # fmt: skip
+"""Names under which a chat template gets what this product gives it."""
+_ARGUMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+
+
+def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(RESERVED_ARGUMENTS.intersection(arguments))
+    if reserved:
+        raise ValueError(f"{reserved[0]} has a value for each chat; remove it")
+    return check_json_values(arguments, _ARGUMENT_NAME, "the name of a variable in Jinja")
+
+
+TemplateArguments = Annotated[dict[str, Any], Field(max_length=MAX_JSON_VALUES), AfterValidator(_check_arguments)]
+"""Variables of a chat template, by name."""
 
 
 class DataSpec(ApiModel):
@@ -168,8 +194,8 @@ class DataSpec(ApiModel):
     datasets: Annotated[list[Dataset], Field(min_length=1, max_length=64)] | None = None
     """Several sources with weights. Exactly one of source and datasets."""
     split: SplitName | None = None
-    """Which files of directories are trained on if their names tell splits apart, as in train-00000-of-00002.parquet or test/.
-    Unset: train."""
+    """Split of a directory's files that are trained on, if their names contain splits, as in train-00000-of-00002.parquet or
+    test/. Unset: train."""
     validation: ValidationData | None = None
     """Held-out records for the evaluation loss and the verification prompts.
     Unset: no evaluation, and verification takes training prompts."""
@@ -177,14 +203,17 @@ class DataSpec(ApiModel):
     """Chat: key `messages`, a list of objects with `role` and `content`, and optionally `tools`; or `prompt` and `completion`,
     lists of such objects. PromptCompletion: keys `prompt` and `completion`. Text: key `text`."""
     mapping: DataMapping | None = None
-    """For records whose keys or roles have other names. Unset: the names of the format."""
+    """Names of keys and roles in the records. Unset: the names of the format."""
     chat_template: Annotated[str, StringConstraints(min_length=1, max_length=65_536)] | None = None
-    """What renders a chat; only with Chat: a Jinja template, or the name of one of ours: ChatML, Gemma, Llama3, Mistral, Plain.
-    Unset: the tokenizer's own."""
+    """Template that renders a chat, only with Chat: a Jinja template, or the name of a built-in one: ChatML, Gemma, Llama3,
+    Mistral, Plain. Unset: the tokenizer's own."""
+    template_arguments: TemplateArguments | None = None
+    """Variables of the chat template besides the messages, only with Chat, such as reasoning_effort: high. A record's own
+    chat_template_kwargs override them."""
     max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 2048
     """Longest sequence, in tokens. Longer records are dropped and counted, never cut."""
     packing: bool = True
-    """Fill each sequence with whole records; their boundaries are kept, so that no record sees another."""
+    """Fill each sequence with whole records; their boundaries are kept, so no record sees another."""
     loss_on: LossOn | None = None
     """Supervised tokens. Unset: Assistant for Chat, Completion for PromptCompletion, All for Text."""
 
@@ -193,20 +222,20 @@ class SecretKeyRef(ApiModel):
     """One key of a Secret of the job's namespace."""
 
     name: SecretName
-    """Secret."""
+    """Name of the Secret."""
     key: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)] = "token"
-    """Key in it."""
+    """Key in the Secret."""
 
 
 class SecretRef(ApiModel):
     """A Secret of the job's namespace."""
 
     name: SecretName
-    """Secret."""
+    """Name of the Secret."""
 
 
 class FetchSpec(ApiModel):
-    """What the fetch pod may show to a hub or an object store. No other pod sees these, and the operator never reads them."""
+    """Credentials of the fetch pod for a hub or an object store. No other pod sees these, and the operator never reads them."""
 
     hub_token_secret_ref: SecretKeyRef | None = None
     """Access token for `hf://` sources. Unset: public repositories only."""

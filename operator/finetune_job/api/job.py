@@ -1,7 +1,7 @@
-"""The FineTuneJob: what a user writes, with `spec.run`, the only part that may change after the start, and `spec.preflight`.
+"""The FineTuneJob that a user writes. Also here: `spec.preflight`, and `spec.run`, the only part that may change after the start.
 
-`parse_job` is the one way in for manifests. The spec of a job that has started is read even if the present release would not
-take it from a user: such a job follows its plan, and of its spec only `run` and the names of claims are read.
+`parse_job` reads every manifest. The spec of a started job is read even if this release would refuse it from a user: such a job
+follows its plan, and only `run` and the names of claims are used from its spec.
 """
 
 import copy
@@ -19,37 +19,37 @@ from finetune_job.api.size import MAX_SPEC_BYTES, check_size
 from finetune_job.api.training import CheckpointSpec, EvaluationSpec, TrainingSpec
 
 MAX_ROUNDS = 8
-"""Removing one part may show what is wrong with another."""
+"""Maximum number of times that wrong parts are removed: removing one may show what is wrong with another."""
 
 
 class RunSpec(ApiModel):
     """Suspension, cancellation, restarts and deadlines."""
 
     suspend: bool = False
-    """Release all pods and keep the checkpoint. Setting it back continues from there."""
+    """Release all pods and keep the checkpoint. Setting it back to false continues from there."""
     queue_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = None
-    """Queue (Kueue LocalQueue of this namespace) that admits the training Job. Unset: the profile's, if it names one."""
+    """Kueue LocalQueue of this namespace that admits the training Job. Unset: the profile's, if it names one."""
     priority_class_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")] | None = (
         None
     )
     """Priority of the training: under a queue the WorkloadPriorityClass of its Job, without one the PriorityClass of its pods.
     Unset: the profile's, if it names one."""
     cancel: bool = False
-    """End the job for good. Cannot be taken back."""
+    """End the job for good. This cannot be undone."""
     retry: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Raise it to try again after `Stalled`."""
+    """Increase it to try again after `Stalled`."""
     max_restarts: Annotated[int, Field(ge=0, le=100)] = 3
-    """Restarts of the gang after failures that are not the infrastructure's."""
+    """Maximum number of restarts of the gang after failures that are not caused by the infrastructure."""
     startup_deadline_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
-    """How long the pods of one role may take until all of them run, once there is room for them: waiting in a queue or for
-    capacity does not count."""
+    """Seconds within which all pods of a role must run once there is room for them; waiting in a queue or for capacity does not
+    count."""
     stall_deadline_seconds: Annotated[int, Field(ge=60, le=604_800)] | None = None
-    """How long the training may show no new step although all of its pods run; then the gang is restarted, and that counts.
+    """Seconds without a new step, while all pods are running, after which the gang is restarted; such a restart counts.
     Unset: only the ranks' own watchdog (training.stepTimeoutSeconds) ends a run that hangs."""
     active_deadline_seconds: Annotated[int, Field(ge=10, le=31_536_000)] | None = None
-    """How long the whole job may take from its start. Unset: no limit."""
+    """Time limit of the whole job in seconds from its start. Unset: no limit."""
     ttl_seconds_after_finished: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
-    """When the job's pods and Jobs are deleted after the end; the FineTuneJob itself stays. Unset: never."""
+    """Seconds after the end until the job's pods and Jobs are deleted; the FineTuneJob itself stays. Unset: never."""
 
 
 class Rehearsal(StrEnum):
@@ -107,7 +107,7 @@ class FineTuneJobSpec(ApiModel):
 
 
 class ObjectMeta(ApiModel):
-    """The part of metadata that we read; the rest is Kubernetes' affair."""
+    """The part of the metadata that is read here; the rest concerns only Kubernetes."""
 
     model_config = ApiModel.model_config | {"extra": "ignore"}
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?$", max_length=63)]
@@ -117,7 +117,7 @@ class ObjectMeta(ApiModel):
 
 
 class FineTuneJob(ApiModel):
-    """A FineTuneJob as written in a manifest; status is read apart."""
+    """A FineTuneJob as written in a manifest; status is read separately."""
 
     api_version: Literal["finetune.dev/v1alpha1"]
     kind: Literal["FineTuneJob"]
@@ -127,19 +127,19 @@ class FineTuneJob(ApiModel):
 
 
 def parse_job(document: Any) -> FineTuneJob:
-    """A job from a decoded manifest. Raises pydantic.ValidationError naming every wrong field."""
+    """Parse a decoded manifest. Raises pydantic.ValidationError, which names every wrong field."""
     return FineTuneJob.model_validate(document)
 
 
 def spec_of_started_job(content: Any) -> FineTuneJobSpec | None:
-    """The spec without the parts that cannot be read; None if that leaves nothing to go by."""
+    """Return the spec without the parts that cannot be read; None if the rest cannot be read either."""
     content = copy.deepcopy(content)
     for _ in range(MAX_ROUNDS):
         try:
             return FineTuneJobSpec.model_validate(content)
         except ValidationError as error:
             refused = [item["loc"] for item in error.errors(include_url=False, include_context=False, include_input=False)]
-        # From the end, so that numbers of list items stay right.
+        # Remove from the end, so that the indices of list items stay right.
         removed = [_remove(content, path) for path in reversed(refused)]
         if not any(removed):
             return None
@@ -147,15 +147,15 @@ def spec_of_started_job(content: Any) -> FineTuneJobSpec | None:
 
 
 def _remove(content: Any, path: tuple[int | str, ...]) -> bool:
-    """Remove what the path leads to, or the last part on the way that is there. False: not even the first is."""
-    found = None
+    """Remove the value at the path, or the last part of the path that exists. Returns False if not even the first part exists."""
+    target = None
     for name in path:
         is_there = name in content if isinstance(content, dict) else isinstance(content, list) and name in range(len(content))
         if not is_there:
             break
-        found, content = (content, name), content[name]
-    if found is None:
+        target, content = (content, name), content[name]
+    if target is None:
         return False
-    holder, name = found
+    holder, name = target
     del holder[name]
     return True

@@ -1,4 +1,4 @@
-"""`spec.method`: what is trained, in PEFT's own vocabulary."""
+"""`spec.method`: the trained parameters, in PEFT's own vocabulary."""
 
 import re
 from enum import StrEnum
@@ -8,10 +8,11 @@ from pydantic import AfterValidator, Field
 
 from finetune_job.api.base import DECIMAL_PATTERN, LONGEST_DECIMAL, ApiModel, DecimalString, ModuleName, PatternKey
 from finetune_job.api.enumerations import Dtype
+from finetune_job.api.json_values import MAX_JSON_VALUES, check_json_values
 
 
 class MethodType(StrEnum):
-    """Fine-tuning methods: those of finetune_job/methods.py, and those that unsupported_methods.py answers with a reason."""
+    """Fine-tuning methods: those that methods.py supports, and those that unsupported_methods.py refuses with a reason."""
 
     LORA = "LoRA"
     QLORA = "QLoRA"
@@ -70,7 +71,7 @@ ALL_LINEAR = "all-linear"
 
 
 class LoraBias(StrEnum):
-    """Which biases are trained with the adapter."""
+    """The biases that are trained with the adapter."""
 
     NONE = "none"
     ALL = "all"
@@ -83,21 +84,21 @@ class LoraInit(StrEnum):
     ZERO_B = "ZeroB"
     """A random, B zero: training starts at the base model. PEFT's `True`."""
     GAUSSIAN = "gaussian"
-    """The same with a normal A."""
+    """Like ZeroB, with a normally distributed A."""
     ORTHOGONAL = "orthogonal"
     """A and B random with orthogonal rows and columns; their product is zero."""
     RANDOM = "Random"
     """A and B random: training does not start at the base model. PEFT's `False`."""
     PISSA = "pissa"
-    """PiSSA: the largest r singular values of each weight and their vectors, of which the base keeps the rest. Slow for large
-    weights, because all of them are computed."""
+    """PiSSA: the r largest singular values of each weight and their vectors; the base keeps the rest. Slow for large weights,
+    because all singular values are computed."""
     PISSA_NITER_4 = "pissa_niter_4"
-    """The same by a randomised decomposition with so many iterations, which is fast."""
+    """Like pissa, with a fast randomised decomposition in 4 iterations."""
     PISSA_NITER_8 = "pissa_niter_8"
     PISSA_NITER_16 = "pissa_niter_16"
     PISSA_NITER_32 = "pissa_niter_32"
     OLORA = "olora"
-    """OLoRA: the first r columns of each weight, made orthogonal, and what they say of the weight."""
+    """OLoRA: an orthogonal basis of the first r columns of each weight, and the weight's coordinates in it."""
     CORDA = "corda"
     LOFTQ = "loftq"
     EVA = "eva"
@@ -118,23 +119,23 @@ class LoraSpec(ApiModel):
     r: Annotated[int, Field(ge=1, le=4096)] = 16
     """Rank of the update."""
     lora_alpha: Annotated[int, Field(ge=1, le=65536)] | None = None
-    """The update is scaled by loraAlpha / r (by loraAlpha / sqrt(r) with useRslora). Unset: 2 r."""
+    """Scale of the update: it is multiplied by loraAlpha / r (by loraAlpha / sqrt(r) with useRslora). Unset: 2 r."""
     lora_dropout: DecimalString | None = None
     """Dropout on the adapter's input, below 1. Unset: "0"."""
     target_modules: Annotated[list[ModuleName], Field(max_length=256)] | None = None
     """Names of the modules to adapt, or `all-linear`. Unset: all-linear (every linear layer but the output head); with
-    targetParameters: none, as an empty list says, too."""
+    targetParameters: none, which an empty list also means."""
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
     """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
-    `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of parameter names, of two or three dimensions. In all layers;
-    without dropout and not with DoRA or QDoRA. Alone, only they are adapted; name targetModules, too, to adapt both."""
+    `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of the names of parameters with two or three dimensions. In all
+    layers; without dropout and not with DoRA or QDoRA. If targetModules is unset, only these parameters are adapted."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
-    """Names of modules that get no adapter although targetModules names them."""
+    """Names of modules that get no adapter even if targetModules names them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
     """Numbers of the layers to adapt, from 0. Unset: all."""
     init_lora_weights: LoraInit = LoraInit.ZERO_B
-    """First values of the adapter. pissa, pissa_niter_4 to 32 and olora start it with a part of the base's weights, which stay as
-    they are: the adapter is published as plain LoRA of twice the rank."""
+    """First values of the adapter. pissa, pissa_niter_4 to 32 and olora start it with a part of the base's weights. The published
+    base stays as it is: the adapter is published as plain LoRA of twice the rank."""
     modules_to_save: Annotated[list[ModuleName], Field(max_length=64)] | None = None
     """Modules that are trained and saved whole with the adapter."""
     trainable_token_indices: Annotated[list[TokenIndex], Field(min_length=1, max_length=1024)] | None = None
@@ -147,14 +148,14 @@ class LoraSpec(ApiModel):
     lora_plus_ratio: DecimalString | None = None
     """LoRA+: learning rate of lora_B as a multiple of that of lora_A, at least 1. Unset: one rate for both."""
     use_rslora: bool = False
-    """Scale by 1 / sqrt(r) instead of 1 / r."""
+    """Scale the update by 1 / sqrt(r) instead of 1 / r."""
     bias: LoraBias = LoraBias.NONE
-    """Which biases are trained."""
+    """Biases that are trained."""
     autocast_adapter_dtype: bool | None = None
-    """Hold adapter weights in float32 where the base is bfloat16 or float16. Unset: true."""
+    """Hold adapter weights in float32 if the base is bfloat16 or float16. Unset: true."""
     peft_forward: bool | None = None
-    """Compute adapters by PEFT's own layers, which cast inputs and not factors. Unset: false for LoRA and QLoRA (4 bits, no start
-    from a part of the base, no unit of its own under FSDP 1) on a GPU, else true."""
+    """Compute adapters with PEFT's own layers, which cast inputs and not factors. Unset: false on a GPU for LoRA and QLoRA (4
+    bits, first values not from the base, no FSDP 1 units of their own), else true."""
 
 
 class QuantType(StrEnum):
@@ -188,104 +189,30 @@ class QuantizationSpec(ApiModel):
     """Element type that holds the packed weights. Unset: the model's, which is what FSDP needs."""
 
 
-MAX_SETTINGS = 64
-MAX_SETTING_TEXT = 4096
-MAX_SETTING_KEY = 512
-MAX_SETTING_ITEMS = 1024
-MAX_SETTING_DEPTH = 8
-MAX_SETTING_VALUES = 10_000
-"""Of all settings together, at every depth."""
 _SETTING_NAME = re.compile(r"[A-Za-z][A-Za-z0-9]{0,62}")
-_LARGEST_INTEGER = 2**63 - 1
-
-
-def _fault(value: Any, depth: int = 1) -> tuple[str, str] | None:
-    """What every JSON round trip keeps unchanged, and what the data classes of PEFT can hold, has none. Else: the place inside
-    the value, and the reason with its fix. The place is put together only here, so that a large value costs no more than its
-    size.
-    """
-    if depth > MAX_SETTING_DEPTH:
-        return "", f"is nested deeper than {MAX_SETTING_DEPTH}; no setting is"
-    match value:
-        case None | bool():
-            return None
-        case int():
-            too_large = abs(value) > _LARGEST_INTEGER
-            return ("", "is larger than any number of Kubernetes; write a smaller one") if too_large else None
-        case str():
-            return _fault_of_text(value, MAX_SETTING_TEXT)
-        case float():
-            return "", f'floats do not survive every JSON round trip unchanged; write "{value}" in quotes'
-        case list():
-            if len(value) > MAX_SETTING_ITEMS:
-                return "", f"has {len(value)} items; at most {MAX_SETTING_ITEMS} are allowed"
-            for number, item in enumerate(value):
-                if (fault := _fault(item, depth + 1)) is not None:
-                    return f"[{number}]{fault[0]}", fault[1]
-            return None
-        case dict():
-            if len(value) > MAX_SETTING_ITEMS:
-                return "", f"has {len(value)} entries; at most {MAX_SETTING_ITEMS} are allowed"
-            for name, item in value.items():
-                if (fault := _fault_of_text(name, MAX_SETTING_KEY) or _fault(item, depth + 1)) is not None:
-                    return f".{ascii(name)[1:-1]:.100}{fault[0]}", fault[1]
-            return None
-        case _:
-            return "", f"is a {type(value).__name__}; write a number, a string, true, false or a list of these"
-
-
-def _fault_of_text(text: str, longest: int) -> tuple[str, str] | None:
-    if len(text) > longest:
-        return "", f"has {len(text)} characters; at most {longest} are allowed"
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return "", f"holds {ascii(text)[:60]}, which is not valid Unicode; write it in UTF-8"
-    return None
-
-
-def _count(value: Any) -> int:
-    """Values in a value, itself among them, up to one more than may be; no deeper than it may be nested."""
-    total, level = 0, [value]
-    for _ in range(MAX_SETTING_DEPTH + 1):
-        total += len(level)
-        if total > MAX_SETTING_VALUES:
-            break
-        level = [
-            item
-            for each in level
-            if isinstance(each, list | dict)
-            for item in (each if isinstance(each, list) else each.values())
-        ]
-    return total
 
 
 def _check_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    if _count(settings) > MAX_SETTING_VALUES:
-        raise ValueError(f"holds more than {MAX_SETTING_VALUES} values; no method has so many to set")
-    for name, value in settings.items():
-        if not _SETTING_NAME.fullmatch(name):
-            raise ValueError(f"{name[:80]!a} is not a setting; write PEFT's own field name in camelCase, such as targetModules")
-        if (fault := _fault(value)) is not None:
-            raise ValueError(f"{name}{fault[0][:200]}: {fault[1]}")
-    return settings
+    return check_json_values(
+        settings, _SETTING_NAME, "a setting; write PEFT's own field name in camelCase, such as targetModules"
+    )
 
 
-# The length stands first: behind a validator it would not reach the JSON schema, and so not the CRD.
-MethodSettings = Annotated[dict[str, Any], Field(max_length=MAX_SETTINGS), AfterValidator(_check_settings)]
+# The length comes first: after a validator it would not reach the JSON schema, and so not the CRD.
+MethodSettings = Annotated[dict[str, Any], Field(max_length=MAX_JSON_VALUES), AfterValidator(_check_settings)]
 """Fields of PEFT's configuration of a method, in camelCase; numbers with a fraction are strings."""
 
 
 def is_decimal(text: str) -> bool:
-    """Whether a setting's string is a number with a fraction, written as this API asks for it."""
+    """Whether a setting's string is a number with a fraction in the form that this API requires."""
     return len(text) <= LONGEST_DECIMAL and re.fullmatch(DECIMAL_PATTERN, text) is not None
 
 
 class MethodSpec(ApiModel):
-    """How the model is fine-tuned."""
+    """The fine-tuning method and its settings."""
 
     type: MethodType = MethodType.LORA
-    """How the model is trained: all of it (Full), or through an adapter. docs/reference/methods.md has each of them."""
+    """Fine-tuning method: the whole model (Full), or an adapter. docs/reference/methods.md describes each method."""
     lora: LoraSpec | None = None
     """Adapter settings; only with LoRA, QLoRA, DoRA and QDoRA."""
     settings: MethodSettings | None = None

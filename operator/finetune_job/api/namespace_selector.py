@@ -1,4 +1,4 @@
-"""Which namespaces may use a profile, by their labels: a label selector in the words and with the meaning of Kubernetes."""
+"""The namespaces that may use a profile, by their labels: a label selector as in Kubernetes."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
@@ -10,12 +10,12 @@ from finetune_job.api.pod_settings import LabelValue, NodeLabels, QualifiedName
 
 
 class LabelRequirement(ApiModel):
-    """What a label has to be."""
+    """A requirement that a label must meet."""
 
     key: QualifiedName
     """Key of the label."""
     operator: Literal["In", "NotIn", "Exists", "DoesNotExist"]
-    """In, NotIn: the label has one of `values`, or none of them. NotIn also selects what has no such label."""
+    """Operator. In, NotIn: the label has one of `values`, or none of them. NotIn also selects namespaces without the label."""
     values: Annotated[list[LabelValue], Field(max_length=64)] | None = None
     """Values of the label, for In and NotIn."""
 
@@ -29,21 +29,21 @@ class LabelRequirement(ApiModel):
         return self
 
     def is_met(self, labels: Mapping[str, str]) -> bool:
-        """Whether labels of this form meet it."""
+        """Whether a namespace's labels meet the requirement."""
         if self.operator in ("Exists", "DoesNotExist"):
             return (self.key in labels) is (self.operator == "Exists")
         return (labels.get(self.key) in (self.values or [])) is (self.operator == "In")
 
 
 class NamespaceSelector(ApiModel):
-    """Labels of a namespace. What is empty selects every namespace."""
+    """Labels of a namespace. An empty selector selects every namespace."""
 
     match_labels: NodeLabels | None = None
-    """Labels that it must have, with these values."""
+    """Labels that the namespace must have, with these values."""
     match_expressions: Annotated[list[LabelRequirement], Field(max_length=16)] | None = None
-    """Further requirements, of which each must be met."""
+    """Further requirements, all of which must be met."""
 
     def selects(self, labels: Mapping[str, str]) -> bool:
         """Whether a namespace with these labels is selected."""
         has_labels = all(labels.get(key) == value for key, value in (self.match_labels or {}).items())
-        return has_labels and all(one.is_met(labels) for one in self.match_expressions or ())
+        return has_labels and all(requirement.is_met(labels) for requirement in self.match_expressions or ())

@@ -14,27 +14,27 @@ class VerifySpec(ApiModel):
     """Comparison of the merged model with base and adapter on held-out prompts."""
 
     num_prompts: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Prompts compared."""
+    """Number of prompts that are compared."""
     max_kl_divergence: DecimalString | None = None
-    """Largest mean Kullback-Leibler divergence per token, in nats, of the nine positions in ten that diverge least (of half of
-    them where layers choose experts). Unset: by element type, see the verification report."""
+    """Largest mean Kullback-Leibler divergence per token, in nats, over the 90 % of positions that diverge least (50 % if layers
+    choose experts). Unset: by element type, see the verification report."""
     min_top1_agreement: DecimalString | None = None
-    """Smallest share of positions at which both choose the same token. Unset: by element type."""
+    """Smallest share of positions at which both models choose the same token. Unset: by element type."""
 
 
 class MergeSpec(ApiModel):
     """Adding the adapter to the base model, in a CPU pod with bounded memory."""
 
     enabled: bool = True
-    """Whether a merged model is made. Full fine-tuning has nothing to merge."""
+    """Whether a merged model is written. Full fine-tuning has nothing to merge."""
     dtype: Dtype | None = None
     """Element type of the merged weights. Unset: the base's own."""
     base: MergeBase = MergeBase.ORIGINAL
-    """Original: the weights as stored, before any quantisation. Dequantized: what an adapter of QLoRA or QDoRA saw in training,
-    quantisation errors included. The verification report shows how far either is from what was trained. The others, which other
-    tools offer, are refused."""
+    """Original: the weights as stored, before any quantisation. Dequantized: the weights that an adapter of QLoRA or QDoRA saw in
+    training, with quantisation errors. The verification report shows how far either is from what was trained. The other values,
+    which other tools offer, are refused."""
     max_shard_size: SizeString = LARGEST_SHARD
-    """Largest weight shard."""
+    """Maximum size of a weight shard."""
     verify: VerifySpec = VerifySpec.model_construct()
     """Verification gate."""
 
@@ -49,18 +49,18 @@ class OutputSpec(ApiModel):
     adapter: bool = True
     """Whether the adapter is published too. Without a merged model it is the result, and always published."""
     secret_ref: SecretRef | None = None
-    """Secret that opens the destination. `hf://`: a write token under `token`. `s3://`: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
-    and optionally AWS_SESSION_TOKEN. `oci://`: of type kubernetes.io/dockerconfigjson. No other pod sees it than the one that
-    publishes."""
+    """Secret with the credentials for the destination. `hf://`: a write token under `token`. `s3://`: AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY and optionally AWS_SESSION_TOKEN. `oci://`: of type kubernetes.io/dockerconfigjson. Only the pod that
+    publishes sees it."""
     sample_answers: Annotated[int, Field(ge=0, le=16)] | None = None
-    """Held-out records of which the report shows the beginning, with what base and tuned model say next. Unset: 3, or 0 if the
-    destination is `hf://` or `oci://`, where others may read what was held out."""
+    """Number of held-out prompts for which the report shows the answers of base and tuned model. Unset: 3, or 0 if the
+    destination is `hf://` or `oci://`, where others could read the held-out records."""
     private: bool = True
-    """Whether a repository on the Hub that does not exist yet is made private."""
+    """Whether a repository on the Hub is created as private if it does not exist yet."""
 
 
 class RetainPolicy(StrEnum):
-    """Whether a workspace claim made from the template is kept when the job is deleted."""
+    """Whether a workspace claim created from the template is kept when the job is deleted."""
 
     KEEP = "Keep"
     DELETE = "Delete"
@@ -74,14 +74,14 @@ class AccessMode(StrEnum):
 
 
 class VolumeClaimTemplate(ApiModel):
-    """A claim to be made for the workspace."""
+    """A claim to be created for the workspace."""
 
     storage: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,9}(Ki|Mi|Gi|Ti)$", max_length=16)]
     """Size, as a Kubernetes quantity with a binary unit."""
     storage_class_name: Annotated[str, StringConstraints(max_length=253)] | None = None
-    """Unset: the profile's, or the cluster's default."""
+    """Storage class. Unset: the profile's, or the cluster's default."""
     access_mode: AccessMode = AccessMode.READ_WRITE_ONCE
-    """More than one node needs ReadWriteMany."""
+    """Access mode. More than one node needs ReadWriteMany."""
 
 
 class WorkspaceSpec(ApiModel):
@@ -90,6 +90,6 @@ class WorkspaceSpec(ApiModel):
     claim_name: ClaimName | None = None
     """An existing claim. Exactly one of claimName and volumeClaimTemplate."""
     volume_claim_template: VolumeClaimTemplate | None = None
-    """A claim made by the operator. Exactly one of claimName and volumeClaimTemplate."""
+    """A claim created by the operator. Exactly one of claimName and volumeClaimTemplate."""
     retain: RetainPolicy = RetainPolicy.KEEP
-    """Whether a claim made from the template outlives the job."""
+    """Whether a claim created from the template outlives the job."""

@@ -10,7 +10,7 @@ from finetune_job.api.enumerations import Dtype
 
 
 class AutoWrapPolicy(StrEnum):
-    """Which modules become FSDP units."""
+    """The modules that become FSDP units."""
 
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"
     SIZE_BASED_WRAP = "SIZE_BASED_WRAP"
@@ -29,21 +29,21 @@ class MixedPrecisionSpec(ApiModel):
     """Element types inside an FSDP unit."""
 
     param_dtype: Dtype | None = None
-    """Of gathered parameters in forward and backward. Unset: bfloat16 with bf16 precision, else none.
+    """Type of gathered parameters in forward and backward. Unset: bfloat16 with bf16 precision, else none.
 
-    If nothing is gathered in it (on one rank, and under version 1), a frozen base of the other 16-bit type is held in it.
+    On one rank and under version 1 nothing is gathered; a frozen base of the other 16-bit type is then held in this type.
     """
     reduce_dtype: Dtype | None = None
-    """Of gradients while they are reduced. Unset: float32."""
+    """Type of gradients while they are reduced. Unset: float32."""
 
 
 class FsdpSpec(ApiModel):
     """Fully sharded data parallelism."""
 
     version: Annotated[int, Field(ge=1, le=2)] = 2
-    """2: torch's fully_shard. 1: FullyShardedDataParallel."""
+    """Version of FSDP. 2: torch's fully_shard. 1: FullyShardedDataParallel."""
     auto_wrap_policy: AutoWrapPolicy | None = None
-    """Unset: TRANSFORMER_BASED_WRAP."""
+    """Policy that chooses the units. Unset: TRANSFORMER_BASED_WRAP."""
     transformer_layer_cls_to_wrap: Annotated[list[ModuleName], Field(max_length=16)] | None = None
     """Layer classes that become units. Unset: the model's own layer classes, found in preflight and recorded."""
     min_num_params: Annotated[int, Field(ge=1)] | None = None
@@ -52,16 +52,16 @@ class FsdpSpec(ApiModel):
     """Wrap trainable leaf modules in units of their own (PEFT's fsdp_auto_wrap_policy); version 1 only.
     Unset: true where an adapter needs it."""
     use_orig_params: bool | None = None
-    """Version 1 only. Unset: false with peftWrapPolicy, else true."""
+    """Keep the original parameters; version 1 only. Unset: false with peftWrapPolicy, else true."""
     sync_module_states: bool | None = None
     """Version 1 only: broadcast rank 0's weights at the start. Unset: true."""
     cpu_ram_efficient_loading: bool | None = None
     """Only rank 0 reads the weights. No effect: every rank reads them from the claim."""
     reshard_after_forward: bool | None = None
-    """Version 2: free gathered parameters after the forward pass. Unset: false if preflight finds that all weights at once fit a
-    rank, else true."""
+    """Version 2: free gathered parameters after the forward pass. Unset: false if preflight finds that a rank has memory for all
+    weights at once, else true."""
     state_dict_type: StateDictType | None = None
-    """Form of saved state. FULL and SHARDED have no effect: checkpoints have a sharded format of their own."""
+    """Form of saved state. FULL and SHARDED have no effect: checkpoints have their own sharded format."""
     offload_params: bool = False
     """Keep parameters on the CPU between uses."""
     activation_checkpointing: bool | None = None
@@ -71,11 +71,11 @@ class FsdpSpec(ApiModel):
 
 
 class ElasticSpec(ApiModel):
-    """A gang that takes the nodes that there are, and ends with the same bytes. Needs `training.reduction: Ordered`."""
+    """A gang that trains on the nodes that are available, with the same bytes in the end. Needs `training.reduction: Ordered`."""
 
     min_nodes: Annotated[int, Field(ge=1, le=4096)] = 1
-    """The fewest nodes that the gang trains on; `parallelism.nodes` are the most. It starts with the nodes that it got after a
-    while, continues without a node that is lost or taken back, and grows again later; the profile says after how long."""
+    """Fewest nodes on which the gang trains; `parallelism.nodes` is the most. After a waiting time it starts on the nodes that it
+    has got; it continues without a node that is lost or taken back, and grows again later. The profile sets the times."""
 
 
 class ParallelismSpec(ApiModel):
@@ -86,6 +86,6 @@ class ParallelismSpec(ApiModel):
     processes_per_node: Annotated[int, Field(ge=1, le=64)] = 1
     """Ranks per pod: one per GPU, or the number of CPU ranks."""
     elastic: ElasticSpec | None = None
-    """Train on fewer nodes while there are no more. Unset: always on all of `nodes`."""
+    """Train on fewer nodes while not all are available. Unset: always on all of `nodes`."""
     fsdp: FsdpSpec = FsdpSpec.model_construct()
     """Sharding."""

@@ -1,6 +1,6 @@
-"""How the pods of a role are placed: what the platform team writes in a profile, in the words and forms of Kubernetes itself.
+"""The placement of a role's pods: settings that the platform team writes in a profile, in the words and forms of Kubernetes.
 
-Only platform administrators write profiles, so that nothing here is judged but its form; what the operator itself sets (names,
+Only platform administrators write profiles, so only the form of these settings is checked. What the operator itself sets (names,
 labels, mounts, security, the variables that a container reads) cannot be overridden.
 """
 
@@ -19,21 +19,21 @@ ObjectName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9.]*[a-
 _QUALIFIED_NAME = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 QualifiedName = Annotated[str, StringConstraints(pattern=_QUALIFIED_NAME, max_length=317)]
 LabelKey = Annotated[str, StringConstraints(min_length=1, max_length=317)]
-"""Key of a label: a name of at most 63 characters, after a DNS prefix of at most 253 and a slash where it has one."""
+"""Key of a label: a name of at most 63 characters, optionally after a DNS prefix of at most 253 characters and a slash."""
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)]
 
 _OURS = (f"{GROUP}/", "batch.kubernetes.io/")
-"""Prefixes of labels and annotations that the operator and the Job controller find pods by."""
+"""Prefixes of labels and annotations by which the operator and the Job controller find pods."""
 _OUR_NAMES = (LABEL_MANAGED_BY, "job-name", "controller-uid")
 _OUR_RESOURCES = ("cpu", "memory")
 
 
 def quantity_bytes(text: str) -> int:
-    """Bytes of a Kubernetes quantity such as 80Gi. Raises ValueError."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", text.strip())
-    if found is None:
+    """Convert a Kubernetes quantity such as 80Gi to bytes. Raises ValueError."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|Ki|Mi|Gi|Ti)?", text.strip())
+    if match is None:
         raise ValueError(f"{text!r} is not a quantity of memory; write it as in 80Gi")
-    return int(float(found[1]) * _FACTORS[found[2] or ""])
+    return int(float(match[1]) * _FACTORS[match[2] or ""])
 
 
 def _qualified(entries: dict[str, str]) -> dict[str, str]:
@@ -58,7 +58,7 @@ def _not_our_resources(entries: dict[str, str]) -> dict[str, str]:
 
 
 def _no_name_twice(entries: list[Any]) -> list[Any]:
-    names = [one.name for one in entries]
+    names = [entry.name for entry in entries]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"{twice[0]!r} is named twice; name it once")
@@ -66,18 +66,18 @@ def _no_name_twice(entries: list[Any]) -> list[Any]:
 
 
 class Toleration(ApiModel):
-    """As in a PodSpec: a taint that the pods tolerate."""
+    """A taint that the pods tolerate, as in a PodSpec."""
 
     key: QualifiedName | None = None
     """Key of the taint. Unset, with operator Exists: every taint."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """Whether the taint's value has to be `value`, or may be anything."""
+    """Whether the taint's value must be `value` (Equal), or may be anything (Exists)."""
     value: LabelValue | None = None
     """Value of the taint."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Effect of the taint. Unset: every effect."""
     toleration_seconds: Annotated[int, Field(ge=0, le=31_536_000)] | None = None
-    """How long a NoExecute taint is tolerated. Unset: without limit."""
+    """Seconds for which a NoExecute taint is tolerated. Unset: no limit."""
 
     @model_validator(mode="after")
     def _as_kubernetes_takes_it(self) -> Self:
@@ -95,18 +95,18 @@ AffinityTerms = Annotated[dict[str, Any], Field(max_length=2)]
 
 
 class Affinity(ApiModel):
-    """As in a PodSpec."""
+    """Affinity of the pods, as in a PodSpec."""
 
     node_affinity: AffinityTerms | None = None
-    """Nodes by their labels."""
+    """Place on nodes with matching labels."""
     pod_affinity: AffinityTerms | None = None
-    """Nodes by the pods that run there."""
+    """Place on nodes that run matching pods."""
     pod_anti_affinity: AffinityTerms | None = None
-    """Nodes by the pods that must not run there."""
+    """Do not place on nodes that run matching pods."""
 
 
 class PodResourceClaim(ApiModel):
-    """As in a PodSpec: devices of dynamic resource allocation. The container takes each claim that is named."""
+    """Devices of dynamic resource allocation, as in a PodSpec. The container gets every claim in the list."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
     """Name inside the pod."""
@@ -123,15 +123,14 @@ class PodResourceClaim(ApiModel):
 
 
 class NetworkVariable(ApiModel):
-    """A variable of the libraries that ranks talk through. No setting of ours is read from a variable."""
+    """An environment variable for the communication libraries of the ranks; the trainer itself reads none of them."""
 
     name: Annotated[
-        str,
-        StringConstraints(pattern=r"^(NCCL|OFI_NCCL|RCCL|NVSHMEM|GLOO|UCX|FI|IBV|RDMAV|MLX5)_[A-Z0-9_]+$", max_length=128),
+        str, StringConstraints(pattern=r"^(NCCL|OFI_NCCL|RCCL|NVSHMEM|GLOO|UCX|FI|IBV|RDMAV|MLX5)_[A-Z0-9_]+$", max_length=128)
     ]
-    """Such as NCCL_IB_HCA or GLOO_SOCKET_IFNAME."""
+    """Name of the variable, such as NCCL_IB_HCA or GLOO_SOCKET_IFNAME."""
     value: Annotated[str, StringConstraints(max_length=1024)]
-    """Its value."""
+    """Value of the variable."""
 
 
 NodeLabels = Annotated[dict[LabelKey, LabelValue], Field(max_length=32), AfterValidator(_qualified)]
@@ -153,7 +152,7 @@ class PodSettings(ApiModel):
     tolerations: Annotated[list[Toleration], Field(max_length=32)] | None = None
     """Taints that the pods tolerate: GPU nodes are usually tainted."""
     affinity: Affinity | None = None
-    """Nodes that the pods need or prefer."""
+    """Nodes that the pods require or prefer."""
     scheduler_name: ObjectName | None = None
     """Scheduler, such as volcano or kai-scheduler. Unset: the cluster's own."""
     priority_class_name: ObjectName | None = None
@@ -161,7 +160,7 @@ class PodSettings(ApiModel):
     runtime_class_name: ObjectName | None = None
     """RuntimeClass of the pods. Unset: the node's default."""
     labels: Labels | None = None
-    """Labels of the pods, such as what a scheduler groups them by."""
+    """Labels of the pods, such as those by which a scheduler groups them."""
     annotations: Annotations | None = None
     """Annotations of the pods, such as `kueue.x-k8s.io/podset-preferred-topology`."""
     extra_resources: Amounts | None = None
@@ -169,27 +168,27 @@ class PodSettings(ApiModel):
     resource_claims: Annotated[list[PodResourceClaim], Field(max_length=8), AfterValidator(_no_name_twice)] | None = None
     """Devices of dynamic resource allocation."""
     env: Annotated[list[NetworkVariable], Field(max_length=64), AfterValidator(_no_name_twice)] | None = None
-    """Variables of the libraries that ranks talk through: NCCL, Gloo, UCX, libfabric, verbs."""
+    """Environment variables for the communication libraries of the ranks: NCCL, Gloo, UCX, libfabric, verbs."""
     queue_name: ObjectName | None = None
-    """LocalQueue of Kueue, in the job's namespace, that admits the Jobs of this role. Unset: no queue. For training
-    `run.queueName` of the job comes first."""
+    """LocalQueue of Kueue, in the job's namespace, that admits the Jobs of this role. Unset: no queue. For training,
+    `run.queueName` of the job takes precedence."""
     queue_priority_class_name: ObjectName | None = None
-    """WorkloadPriorityClass of the Jobs under a queue. Unset: the queue goes by the PriorityClass of the pods. For training
-    `run.priorityClassName` of the job comes first."""
+    """WorkloadPriorityClass of the Jobs under a queue. Unset: the queue uses the PriorityClass of the pods. For training,
+    `run.priorityClassName` of the job takes precedence."""
 
 
 class PodsByRole(ApiModel):
     """Settings of pods by role."""
 
     train: PodSettings = PodSettings.model_construct()
-    """Of training pods, the only ones with accelerators."""
+    """Settings of training pods, the only ones with accelerators."""
     cpu: PodSettings = PodSettings.model_construct()
-    """Of the pods of every other role that has no entry of its own below."""
+    """Settings of the pods of all other roles without an entry below."""
     fetch: PodSettings | None = None
-    """Of the pod that copies model and data to the workspace. Unset: as `cpu`."""
+    """Settings of the pod that copies model and data to the workspace. Unset: as `cpu`."""
     preflight: PodSettings | None = None
-    """Of the pod that checks model, data and settings. Unset: as `cpu`."""
+    """Settings of the pod that checks model, data and settings. Unset: as `cpu`."""
     merge: PodSettings | None = None
-    """Of the pod that merges and verifies. Unset: as `cpu`."""
+    """Settings of the pod that merges and verifies. Unset: as `cpu`."""
     publish: PodSettings | None = None
-    """Of the pod that copies the results out of the cluster. Unset: as `cpu`."""
+    """Settings of the pod that copies the results out of the cluster. Unset: as `cpu`."""

@@ -1,8 +1,8 @@
-"""How large a spec may be, as it is stored.
+"""The limit on the size of a stored spec.
 
 The plan repeats the spec in a ConfigMap, which holds 1 MiB, and etcd keeps the spec with its status, in 1.5 MiB. A schema bounds
-every field by itself, but neither their sum nor the free-form settings of a method, so the whole is measured before anything else
-is looked at.
+each field, but neither their sum nor the free-form settings of a method, so the whole spec is measured before anything else is
+checked.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import json
 from typing import Any
 
 MAX_SPEC_BYTES = 256 << 10
-"""Of the spec of a job. tests/hostile/test_largest_specs.py knows how large a plan it makes."""
+"""Largest spec of a job. tests/hostile/test_largest_specs.py measures the plan that follows from it."""
 MAX_PROFILE_BYTES = 128 << 10
-"""Of the spec of a profile, which the plan repeats, too."""
+"""Largest spec of a profile, which is repeated in the plan."""
 _ESCAPED = "<>&"
-"""Written as six characters by the API server, as is all that is not ASCII."""
+"""Characters that the API server escapes as six characters, as it does all that are not ASCII."""
 _MAX_VALUES = 50_000
-"""Among more, the part to shorten is not looked for any deeper: it would take longer than a pass of the operator may."""
+"""Number of values above which a part is not searched for a smaller part to shorten: the search would hold up the operator."""
 _Parts = dict[str, tuple[int, int]]
-"""Bytes and number of values by field."""
+"""Name of a field -> bytes and number of its values."""
 
 
 def json_bytes(content: Any) -> int:
-    """Bytes of a value as JSON, in the longest way that anybody on its way writes it."""
+    """Count the bytes of a value as JSON, in the longest form in which a program that handles it writes it."""
     return _size_and_count(content)[0]
 
 
 def check_size(content: Any, most: int) -> None:
-    """Raises ValueError, which names the part to shorten."""
+    """Refuse a spec that is too large. Raises ValueError, which names the part to shorten."""
     try:
         size, parts = _parts(content)
         if size <= most:
@@ -41,13 +41,13 @@ def check_size(content: Any, most: int) -> None:
 
 
 def _size_and_count(content: Any) -> tuple[int, int]:
-    """Bytes, and about as many values as there are."""
+    """Return the bytes of a value as JSON, and roughly the number of values in it."""
     text = json.dumps(content, separators=(",", ":"), default=str, skipkeys=True)
     return len(text) + 5 * sum(map(text.count, _ESCAPED)), text.count(",")
 
 
 def _parts(content: Any) -> tuple[int, _Parts]:
-    """Bytes of a value, and its fields."""
+    """Return the bytes of a value as JSON, and the sizes of its fields."""
     if not isinstance(content, dict):
         return json_bytes(content), {}
     parts = {name: _size_and_count(value) for name, value in content.items()}
@@ -56,7 +56,7 @@ def _parts(content: Any) -> tuple[int, _Parts]:
 
 
 def _largest(content: Any, size: int, parts: _Parts) -> tuple[str, int]:
-    """Path and size of the smallest part that alone holds more than half of everything; no path where no field does."""
+    """Find the smallest part with more than half of all bytes, as path and size; the path is empty if there is none."""
     path = ""
     while parts:
         name = max(parts, key=lambda name: parts[name][0])

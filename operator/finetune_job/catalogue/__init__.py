@@ -1,5 +1,5 @@
-"""The catalogue: every id of a finding that the product can print, declared once.
+"""The catalogue: every finding of the product that does not come from a rule of the rule book.
 
-`entry.py` says what an entry is; one module per topic declares the findings that the rule book (`rules/`) does not make;
-`book.py` joins them and makes findings. `api/documentation.py` knows every other word: failure classes, conditions, reasons.
+A TOML file per topic describes the findings; `book.py` reads them and creates findings. All other words (failure classes,
+conditions, reasons) are in `api/documentation.py`.
 """

@@ -1,42 +1,98 @@
-"""All entries, and the one way to make a finding that is not made by a rule of the rule book."""
+"""All entries of the catalogue, and the only way to create a finding that does not come from a rule of the rule book."""
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
-from typing import Any, Literal
+from enum import StrEnum
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
 
-from finetune_job.catalogue.adapters import EFFECT_ENTRIES, NAME_ENTRIES
-from finetune_job.catalogue.audit import AUDIT_ENTRIES
-from finetune_job.catalogue.data import CHAT_ENTRIES, RECORD_ENTRIES
-from finetune_job.catalogue.entry import EITHER, Entry
-from finetune_job.catalogue.model import ARCHITECTURE_ENTRIES, FILE_ENTRIES, SHARDING_ENTRIES
-from finetune_job.catalogue.resources import RESOURCE_ENTRIES
+from pydantic import BaseModel, model_validator
+
 from finetune_job.finding import FieldChange, Finding, Severity
 
-TOPICS: Mapping[str, tuple[Entry, ...]] = {
-    "Base model: files": FILE_ENTRIES,
-    "Base model: architecture": ARCHITECTURE_ENTRIES,
-    "Tokenizer and chat template": CHAT_ENTRIES,
-    "Data": RECORD_ENTRIES,
-    "Adapters: names": NAME_ENTRIES,
-    "Adapters: effect": EFFECT_ENTRIES,
-    "Sharding": SHARDING_ENTRIES,
-    "Manifest, storage, memory, rehearsal": RESOURCE_ENTRIES,
-    "Audit of a run": AUDIT_ENTRIES,
+_TOPICS = {
+    "model_files": "Base model: files",
+    "architecture": "Base model: architecture",
+    "chat": "Tokenizer and chat template",
+    "data": "Data",
+    "adapter_names": "Adapters: names",
+    "adapter_effect": "Adapters: effect",
+    "sharding": "Sharding",
+    "resources": "Manifest, storage, memory, rehearsal",
+    "audit": "Audit of a run",
 }
-ENTRIES: tuple[Entry, ...] = tuple(entry for entries in TOPICS.values() for entry in entries)
-_BY_ID = {entry.id: entry for entry in ENTRIES}
-if len(_BY_ID) != len(ENTRIES):
-    raise ValueError("two entries have the same id")
+"""The title of each topic by the name of its TOML file."""
+
+
+class Gate(StrEnum):
+    """The step of a job's admission, or the later activity, that reports a finding."""
+
+    SCHEMA = "schema"
+    """Reading the manifest: `finetune validate`, the operator, and, as far as its schema can express it, the API server."""
+    RULES = "rules"
+    """The rule book: `finetune validate` and the operator."""
+    PREFLIGHT = "preflight"
+    """The preflight pod, with the real model and data, before any GPU is held; and `finetune run`."""
+    REHEARSAL = "rehearsal"
+    """The rehearsal at the end of preflight, and `finetune rehearse`."""
+    AUDIT = "audit"
+    """After a run has ended: `finetune audit` and `finetune reproduce`."""
+
+
+class Entry(BaseModel, frozen=True, extra="forbid"):
+    """The description of a finding that does not depend on a job.
+
+    The module that reports the finding adds what differs from job to job: the field, the value, the message and the fix.
+    """
+
+    id: str
+    severity: Severity | Literal["either"]
+    """"either" is for an entry that refuses some jobs and only warns about others."""
+    title: str
+    """The problem, as one clause."""
+    why: str
+    """The consequence if nothing reported the problem, in one or two sentences."""
+    fix: str
+    """The remedy, as one sentence without a full stop."""
+    reproduction: str = ""
+    """The test that produces the finding: path of the module, `::` and the name of the test."""
+    not_reproduced: str = ""
+    """Why no test produces the finding; exactly one of this and `reproduction` is set."""
+    gate: Gate = Gate.PREFLIGHT
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if bool(self.reproduction) == bool(self.not_reproduced):
+            raise ValueError(f"{self.id}: an entry has either reproduction or not_reproduced")
+        return self
 
 
 class UndeclaredFindingError(LookupError):
-    """A finding of an id that the catalogue does not have, or of another severity than it declares: a mistake in this product."""
+    """A finding whose id the catalogue lacks, or whose severity differs from the declared one: a mistake in this product."""
 
 
-def entry_by_id(identifier: str) -> Entry | None:
-    """The entry of that id, if there is one."""
-    return _BY_ID.get(identifier)
+@cache
+def topics() -> Mapping[str, tuple[Entry, ...]]:
+    """Read the entries of each topic, by its title. They are read when first needed, which takes some milliseconds."""
+    return {title: _entries(file) for file, title in _TOPICS.items()}
+
+
+def _entries(file: str) -> tuple[Entry, ...]:
+    rows = tomllib.loads((Path(__file__).parent / f"{file}.toml").read_text(encoding="utf-8"))
+    return tuple(Entry(id=identifier, **row) for identifier, row in rows.items())
+
+
+@cache
+def entries() -> Mapping[str, Entry]:
+    """Return all entries by id. Raises ValueError if two have the same id."""
+    listed = [entry for of_topic in topics().values() for entry in of_topic]
+    by_id = {entry.id: entry for entry in listed}
+    if len(by_id) != len(listed):
+        raise ValueError("two entries have the same id")
+    return by_id
 
 
 def make_finding(
@@ -50,15 +106,15 @@ def make_finding(
     changes: Mapping[str, Any] | None = None,
     is_proposal: bool = False,
 ) -> Finding:
-    """A finding of a declared id.
+    """Create a finding with a declared id.
 
     field: path in the object, such as `spec.model.source`. severity: given only if the catalogue says "either". changes: new
-    values by path, None to remove the field. is_proposal: whether they are an example. An id of the rule book is for what only
-    preflight sees of the same problem.
+    values by path, None to remove the field. is_proposal: whether the changes are an example. The id may be that of a rule, if
+    preflight finds the rule's problem where the rule cannot see it.
     Raises UndeclaredFindingError.
     """
     declared = _declared_severity(identifier)
-    if (severity is None) == (declared == EITHER):
+    if (severity is None) == (declared == "either"):
         raise UndeclaredFindingError(f"{identifier}: the severity is {declared}, and {severity} was given")
     return Finding(
         rule=identifier,
@@ -73,15 +129,15 @@ def make_finding(
 
 
 def audit_finding(identifier: str, *, field: str, value: str = "", message: str, fix: str = "") -> Finding:
-    """What the audit of a run found. field: the part of the run. fix: empty: as the catalogue says."""
-    entry = _BY_ID.get(identifier)
+    """Create a finding of an audit. field: the part of the run. fix: empty for the fix in the catalogue."""
+    entry = entries().get(identifier)
     return make_finding(
         identifier, field=field, value=value, message=message, fix=fix or (entry.fix if entry is not None else "")
     )
 
 
 def rehearsal_required(profile: str, verdict: str) -> Finding:
-    """The refusal of a job whose rehearsal did not pass. profile: that requires one. verdict: of the rehearsal, in one word."""
+    """Refuse a job whose rehearsal did not pass. profile: the one that requires it. verdict: the rehearsal's, in one word."""
     return make_finding(
         "rehearsal-required",
         field="spec.preflight.rehearsal",
@@ -93,10 +149,10 @@ def rehearsal_required(profile: str, verdict: str) -> Finding:
 
 
 def _declared_severity(identifier: str) -> Severity | Literal["either"]:
-    entry = _BY_ID.get(identifier)
+    entry = entries().get(identifier)
     if entry is not None:
         return entry.severity
-    # Loading the rules takes a tenth of a second, which the processes that prepare data do without.
+    # Import late: loading the rules takes a tenth of a second, which processes that prepare data must not spend.
     from finetune_job.rules.book import rule_by_id
 
     rule = rule_by_id(identifier)

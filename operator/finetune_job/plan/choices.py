@@ -1,7 +1,7 @@
-"""What a manifest leaves open: each value that is chosen for it, or left to preflight, is recorded with the reason.
+"""The record of chosen values: each value that the manifest leaves open and the plan or preflight chooses, with the reason.
 
-`resolve` makes one `Choices` for a plan and hands it to inputs.py, resolve_model.py and resolve_training.py; what it collects
-becomes `RunPlan.choices`, which status, `finetune validate` and the report of a run show.
+`resolve` creates one `Choices` per plan and passes it to inputs.py, resolve_model.py and resolve_training.py. The collected
+choices become `RunPlan.choices`, which status, `finetune validate` and the report of a run show.
 """
 
 from typing import TypeVar
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Collects what was left open."""
+    """Collects the choices of values that the manifest leaves open."""
 
     def __init__(self) -> None:
         self.made: list[Choice] = []
@@ -24,7 +24,7 @@ class Choices:
         return otherwise
 
     def leave(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
-        """Leave a value to preflight. otherwise: what is taken if nobody can choose, as by a trainer of an earlier release."""
+        """Leave a value to preflight. otherwise: the value if preflight does not choose one, as in an earlier release."""
         if given is not None:
             return given
         self.made.append(Choice(field=field, value=None, reason=reason))

@@ -15,20 +15,20 @@ _SPEED_FIELDS: dict[str, set[str]] = {
         "deterministic",
         "step_timeout_seconds",
         "trackers",
-    },
+    }
 }
-"""Settings that change how fast and where a run computes, and what it learns only by rounding."""
+"""Settings that affect how fast and where a run computes, but change its result only by rounding."""
 _SPEED_LORA_FIELDS = {"fused_forward"}
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
-"""Not in every plan: in one that lacks them they are not part of the digest either, as in the release that froze it."""
+"""Fields that older plans lack. The digest leaves out those that a plan does not set, as the release that froze it did."""
 _LATER_TRAINING_FIELDS = {"start_from"}
 _LATER_MODEL_FIELDS = {"added_tokens"}
-"""The same of what is None or empty unless a job asks for it."""
+"""Later fields of the model; the digest leaves them out if they are None or empty."""
 _LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
 
 
 def canonical_json(plan: RunPlan) -> str:
-    """The plan as JSON with sorted keys and no spaces: equal plans give equal bytes."""
+    """Return the plan as JSON with sorted keys and no spaces: equal plans give equal bytes."""
     return json.dumps(plan.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
@@ -38,7 +38,7 @@ def plan_sha256(plan: RunPlan) -> str:
 
 
 def learning_sha256(plan: RunPlan) -> str:
-    """Digest of what a run learns: a checkpoint belongs to it, whatever the number of ranks that wrote it."""
+    """Return the digest of all settings that affect the result. Checkpoints store it; the number of ranks does not change it."""
     content = plan.model_dump(mode="json", include=dict.fromkeys(_LEARNING_FIELDS, True))
     for part, excluded in _SPEED_FIELDS.items():
         for name in excluded:
@@ -56,5 +56,5 @@ def learning_sha256(plan: RunPlan) -> str:
 
 
 def text_sha256(text: str) -> str:
-    """SHA-256 of a text in UTF-8, in hexadecimal."""
+    """SHA-256 of a string in UTF-8, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What a job reads: its sources by the fields that name them, and the parts of a plan on fetching and on data."""
+"""The inputs of a job: its sources with the fields that name them, and the parts of a plan for fetching and for data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune_job.plan.run_plan import Choice, DataPlan, DatasetPlan
 TRAIN_SPLIT = "train"
 HELD_OUT_SPLITS = ("validation", "test")
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
-"""Ends of the names of files of records; other sources may be directories."""
+"""Suffixes of files of records; a source with another name may be a directory."""
 
 _LOSS_ON = {
     DataFormat.CHAT: (LossOn.ASSISTANT, "the model is to answer as the assistant does"),
@@ -44,26 +44,26 @@ class NamedSource:
 
 
 def training_sets(data: DataSpec) -> list[tuple[str, Dataset]]:
-    """The training data sets with the paths under `spec` that hold them; none where the manifest names none, which is refused."""
+    """Return the training data sets with their paths under `spec`; none if the manifest names none, which a rule refuses."""
     if data.datasets is not None:
         return [(f"data.datasets[{number}]", dataset) for number, dataset in enumerate(data.datasets)]
     return [] if data.source is None else [("data", Dataset(source=data.source, revision=data.revision))]
 
 
 def named_sources(spec: FineTuneJobSpec) -> list[NamedSource]:
-    """Every source of a manifest: model, training data, held-out data."""
-    found = [NamedSource("model.source", spec.model.source, "model.revision", spec.model.revision, is_model=True)]
+    """Return every source of a manifest: model, training data, held-out data."""
+    sources = [NamedSource("model.source", spec.model.source, "model.revision", spec.model.revision, is_model=True)]
     sets = [(path, dataset.source, dataset.revision) for path, dataset in training_sets(spec.data)]
     if spec.data.validation is not None:
         sets.append(("data.validation", spec.data.validation.source, spec.data.validation.revision))
-    found += [
+    sources += [
         NamedSource(f"{path}.source", source, f"{path}.revision", revision, is_model=False) for path, source, revision in sets
     ]
-    return found
+    return sources
 
 
 def input_locations(plan: LaunchPlan) -> list[tuple[str, ClaimPath]]:
-    """Where a plan's model and data are, with the fields that named them."""
+    """Return the locations of a plan's model and data, with the fields that named them."""
     held_out = [] if plan.data.validation is None else [plan.data.validation]
     return [
         ("spec.model.source", plan.model.location),
@@ -72,7 +72,7 @@ def input_locations(plan: LaunchPlan) -> list[tuple[str, ClaimPath]]:
 
 
 class SourceLocations:
-    """Where sources are: on their claims, or under the workspace's `sources`, to which they are fetched."""
+    """The locations of sources: on their claims or, for fetched ones, under the workspace's `sources`."""
 
     def __init__(self, workspace: ClaimPath) -> None:
         self._sources = WorkspaceLayout(Path(workspace.path)).sources
@@ -80,7 +80,7 @@ class SourceLocations:
         self.items: list[FetchItem] = []
 
     def of(self, source: str, revision: str | None, name: str) -> ClaimPath:
-        """The place of `source`; one from outside the cluster is put down for fetching as `name`."""
+        """Return the location of `source`; if it is outside the cluster, note that it is to be fetched as `name`."""
         parsed = parse_source(source)
         if isinstance(parsed, ClaimPath):
             return parsed
@@ -90,7 +90,7 @@ class SourceLocations:
 
 
 def base_model_name(model: ModelSpec, choices: Choices, *, trains_adapter: bool) -> str:
-    """trains_adapter: whether a file will name it, from which others load the base."""
+    """Return the base model's name. trains_adapter: whether adapter_config.json will name it as the base."""
     parsed = parse_source(model.source)
     if isinstance(parsed, HubPath):
         return parsed.repository
@@ -101,7 +101,7 @@ def base_model_name(model: ModelSpec, choices: Choices, *, trains_adapter: bool)
 
 
 def fetch_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, places: SourceLocations) -> FetchPlan | None:
-    """Called after every source has been given its place."""
+    """Plan the fetching; None if nothing is to be fetched. Called once every source has its location."""
     if not places.items:
         return None
     settings = profile.fetch if profile is not None else FetchSettings()
@@ -136,6 +136,7 @@ def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) 
         format=data.format,
         mapping=_mapping_plan(data, choices),
         chat_template=None if data.chat_template is None else TEMPLATES.get(data.chat_template, data.chat_template),
+        template_arguments=data.template_arguments or {},
         max_sequence_length=data.max_sequence_length,
         packing=data.packing,
         loss_on=choices.pick("data.lossOn", data.loss_on, loss_on, reason),
@@ -143,7 +144,7 @@ def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) 
 
 
 def _split(choices: Choices, sources: Sequence[str], given: str | None) -> str:
-    """The split that is trained on; recorded once, and only if a source may be a directory."""
+    """Return the training split; as a choice it is recorded once, and only if a source may be a directory."""
     if given is not None or all(map(_is_file, sources)) or any(made.field == "spec.data.split" for made in choices.made):
         return given or TRAIN_SPLIT
     return choices.pick("data.split", None, TRAIN_SPLIT, "files that are named after another split are not for training")
@@ -172,7 +173,7 @@ def _is_file(source: str) -> bool:
 
 
 def _mapping_plan(data: DataSpec, choices: Choices) -> MappingPlan:
-    """Every name that the records have; what a preset says is recorded as chosen."""
+    """Resolve the names in the records; those that come from a preset are recorded as choices."""
     mapping = data.mapping or DataMapping()
     fields = {name: value for name, value in mapped_fields(mapping).items() if name in OF_FORMAT[data.format]}
     if mapping.preset is not None:

@@ -1,9 +1,9 @@
-"""What the operator reads of a frozen plan: as much as it builds children from, and nothing else.
+"""The part of a frozen plan that the operator reads: only the fields from which it builds children.
 
-The plan may come from any release, an earlier one or, after a rollback, a later one. Each class here is the base of the one
-that a container reads, so that one field has one definition. What only a container needs (methods, optimizers, sharding) is left
-out, so that a value that this release has never heard of cannot stop a run. `PlacementModel` says what a field that a release
-adds to the placement needs.
+The plan may come from any release, an earlier one or, after a rollback, a later one. Each class here is the base of the class
+that a container reads, so each field has one definition. Fields that only a container needs (methods, optimizers, sharding)
+are left out, so that a value unknown to this release cannot stop a run. `PlacementModel` says how a release may add fields to the
+placement.
 """
 
 from functools import cache
@@ -19,11 +19,11 @@ _TRAINING_DATA, _HELD_OUT_DATA = "spec.data.source", "spec.data.validation.sourc
 
 
 class PlanModel(BaseModel):
-    """Immutable; unknown fields are errors for a reader of the whole plan."""
+    """The base of all parts of a plan: immutable, with unknown fields as errors for a reader of the whole plan."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     REMOVED: ClassVar[frozenset[str]] = frozenset()
-    """Fields that earlier releases wrote into plans and that no longer mean anything; a reader ignores them."""
+    """Obsolete fields that earlier releases wrote into plans; a reader ignores them."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,28 +34,28 @@ class PlanModel(BaseModel):
 
 
 class SecretKey(PlanModel):
-    """A key of a Secret; its value is in no plan."""
+    """A key of a Secret; plans never contain its value."""
 
     name: str
     key: str
 
 
 class FetchItem(PlanModel):
-    """One thing to copy to the workspace."""
+    """One source to copy to the workspace."""
 
     source: str
-    """`hf://` or `s3://`."""
+    """Address that begins with `hf://` or `s3://`."""
     revision: str | None
-    """Commit, of `hf://` sources."""
+    """Commit of an `hf://` source."""
     target: ClaimPath
 
 
 class FetchPlan(PlanModel):
-    """What is copied before anything is looked at."""
+    """The sources that are copied to the workspace before they are checked."""
 
     items: tuple[FetchItem, ...]
     hub_endpoint: str | None
-    """None: the library's own."""
+    """Address of the Hub; None for the library's default."""
     s3_endpoint: str | None
     s3_region: str | None
     hub_token: SecretKey | None
@@ -63,25 +63,25 @@ class FetchPlan(PlanModel):
 
 
 class PublishPlan(PlanModel):
-    """Where the results go from the workspace."""
+    """The destination to which results are copied from the workspace."""
 
     destination: str
-    """`hf://`, `s3://` or `oci://`; a registry with its tag."""
+    """Address that begins with `hf://`, `s3://` or `oci://`; in a registry it includes the tag."""
     secret: str | None
-    """Secret of the destination; `names` says which keys it has for each kind."""
+    """Secret of the destination; names.py lists its keys for each kind of destination."""
     private: bool
     hub_endpoint: str | None
-    """None: the library's own."""
+    """Address of the Hub; None for the library's default."""
     s3_endpoint: str | None
     s3_region: str | None
     plain_http_registries: tuple[str, ...]
 
 
 class PlacementModel(PlanModel):
-    """A part of the placement, which concerns the operator: a container ignores what it does not know here.
+    """A part of the placement. It concerns the operator, so a container ignores unknown fields here.
 
-    A field that a release adds is not written while it has the value that means what the releases before it did, so that a
-    trainer image of such a release reads every plan that asks for nothing new.
+    A field that a release adds is written only if its value differs from the default, which means the earlier behaviour. So
+    trainer images of earlier releases read every plan that needs nothing new.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -99,12 +99,12 @@ class PlacementModel(PlanModel):
 
 @cache
 def _added_defaults(model: type[PlacementModel]) -> dict[str, Any]:
-    """What added fields mean when they are not written. Never changed, only compared with."""
+    """Return the defaults of the added fields. They are only compared with values, never changed."""
     return {name: model.model_fields[name].get_default(call_default_factory=True) for name in model.ADDED}
 
 
 class PodPlacement(PlacementModel):
-    """How the pods of one role are placed; lists and objects in Kubernetes' own form, as they go into a PodSpec."""
+    """The placement of one role's pods; lists and objects have Kubernetes' own form, as in a PodSpec."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, Any], ...] = ()
@@ -118,7 +118,7 @@ class PodPlacement(PlacementModel):
     resource_claims: tuple[dict[str, Any], ...] = ()
     env: tuple[dict[str, str], ...] = ()
     queue_name: str | None = None
-    """Kueue's LocalQueue; None: the Jobs of this role wait in no queue."""
+    """Kueue's LocalQueue; None if the Jobs of this role wait in no queue."""
     queue_priority_class_name: str | None = None
     """Kueue's WorkloadPriorityClass."""
 
@@ -127,7 +127,7 @@ PodPlacement.ADDED = frozenset(PodPlacement.model_fields)
 
 
 class PlacedPods(PlacementModel):
-    """Pods by role."""
+    """The placement of pods by role."""
 
     ADDED = frozenset(map(str, Role))
     fetch: PodPlacement = PodPlacement.model_construct()
@@ -137,19 +137,19 @@ class PlacedPods(PlacementModel):
     publish: PodPlacement = PodPlacement.model_construct()
 
     def of(self, role: Role) -> PodPlacement:
-        """Of one role."""
+        """Return the placement of one role's pods."""
         found: PodPlacement = getattr(self, str(role))
         return found
 
 
 class Placement(PlacementModel):
-    """What the profile decided at the start; later changes of the profile do not touch a run that has started."""
+    """The profile's decisions when the job started; later changes of the profile do not affect the job."""
 
     ADDED = frozenset(
         {
             *("pods", "image_pull_secrets", "queue_during_preflight", "requires_rehearsal"),
             *("scratch_storage", "signing_key_secret", "supplemental_groups", "ca_bundle", "elastic", "gpu_product"),
-            "restart_in_pod",
+            "restarts_in_pod",
         }
     )
     profile: str
@@ -158,9 +158,9 @@ class Placement(PlacementModel):
     resources: Resources
     gpu_resource_name: str | None
     gpu_memory: str | None = None
-    """Memory of one device, as a quantity; None: training runs on the CPU."""
+    """Memory of one device, as a quantity; None if training runs on the CPU."""
     gpu_product: str | None = None
-    """Name of the device. None: as the node selector says, or nobody has."""
+    """Name of the device; None if only the node selector has it, or none is known."""
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None
@@ -171,36 +171,35 @@ class Placement(PlacementModel):
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with which the trainer image is pulled."""
     queue_during_preflight: bool = False
-    """Whether the training Job waits in its queue from the beginning of preflight on, gated until it has passed."""
+    """Whether the training Job waits in its queue from the start of preflight, gated until preflight has passed."""
     requires_rehearsal: bool = False
     """Whether preflight has to rehearse the job to the end."""
     scratch_storage: str | None = None
-    """Size limit of /tmp. None: frozen by a release that knew none."""
+    """Size limit of /tmp; None in plans of releases without this field."""
     signing_key_secret: str | None = None
-    """Secret with the key that signs what is published. None: nothing is signed."""
+    """Secret with the key that signs published results; None if they are not signed."""
     ca_bundle: CaBundle | None = None
-    """What fetch and publish trust. None: the authorities of the image."""
+    """Certificate authorities that fetch and publish trust; None for those of the image."""
     elastic: ElasticSettings | None = None
-    """When the gang takes fewer nodes and asks for more. None: it always has all of them."""
-    restart_in_pod: bool = False
-    """Whether a gang of one pod may run its next attempt in that pod. False: frozen by a release whose trainer did not wait there
-    for its number."""
+    """Times after which the gang takes fewer nodes and asks for more; None if it always has all of them."""
+    restarts_in_pod: int = 0
+    """Maximum number of restarts of ranks in the pod of a one-pod gang; 0 in plans of releases without such restarts."""
 
 
 class PlacedModel(PlanModel):
     """Base model."""
 
     location: ClaimPath
-    """Where it is: on the user's claim, or where fetch puts it on the workspace."""
+    """Location on the user's claim, or on the workspace if it is fetched."""
 
 
 class PlacedRecords(PlanModel):
     """A file or directory of records."""
 
     location: ClaimPath
-    """Where it is: on the user's claim, or where fetch puts it on the workspace."""
+    """Location on the user's claim, or on the workspace if it is fetched."""
     field: str
-    """Where the user named it, such as `spec.data.datasets[0].source`, for messages."""
+    """Field in which the user named the records, such as `spec.data.datasets[0].source`, for messages."""
 
 
 class PlacedData(PlanModel):
@@ -212,7 +211,7 @@ class PlacedData(PlanModel):
     @model_validator(mode="before")
     @classmethod
     def _from_single_source(cls, content: Any) -> Any:
-        """The first releases knew one source for training, and wrote its place alone."""
+        """Read plans of the first releases, which had one training source and wrote only its location."""
         if not isinstance(content, dict) or not isinstance(content.get("train"), dict):
             return content
         held_out = content.get("validation")
@@ -227,7 +226,7 @@ def _source_entry(location: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def claim_source(location: dict[str, Any]) -> str:
-    """A path on a claim as users write it."""
+    """Return a location on a claim as users write it."""
     return f"pvc://{location.get('claim', '')}/{location.get('path', '')}"
 
 
@@ -239,7 +238,7 @@ class TrainedParts(PlanModel):
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether something is trained next to a frozen base."""
+        """Whether an adapter is trained on a frozen base."""
         return self.lora is not None or self.adapter is not None
 
 
@@ -249,16 +248,16 @@ class Ranks(PlanModel):
     nodes: int
     processes_per_node: int
     min_nodes: int | None = None
-    """The fewest nodes of an elastic gang; None: it always has all of them."""
+    """Minimum number of nodes of an elastic gang; None if the gang always has all of them."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; of an elastic gang of the largest size, which is also the number of its virtual ranks."""
+        """Number of ranks; for an elastic gang at its largest size, which is also the number of its virtual ranks."""
         return self.nodes * self.processes_per_node
 
     @property
     def smallest_world_size(self) -> int:
-        """Number of ranks on the fewest nodes."""
+        """Number of ranks on the minimum number of nodes."""
         return (self.min_nodes or self.nodes) * self.processes_per_node
 
 
@@ -275,20 +274,20 @@ class LaunchPlan(PlanModel):
     model: PlacedModel
     data: PlacedData
     fetch: FetchPlan | None = None
-    """None: everything is on claims."""
+    """The sources to fetch; None if all are on claims."""
     method: TrainedParts
     parallelism: Ranks
     merge: MergeSwitch
     workspace: ClaimPath
     """Directory of this job on the workspace claim."""
     output: ClaimPath
-    """Directory of the results: on the user's claim, or on the workspace, from where they are published."""
+    """Directory of the results: on the user's claim, or on the workspace, from which they are published."""
     keeps_adapter: bool = True
-    """Whether the adapter is among the results next to a merged model."""
+    """Whether the adapter is among the results besides a merged model."""
     publish: PublishPlan | None = None
-    """None: the results are already where they belong."""
+    """The destination outside the cluster; None if the results stay on a claim."""
     placement: Placement | None
-    """None in local mode."""
+    """The profile's decisions; None in local mode."""
 
     @property
     def has_adapter(self) -> bool:
@@ -297,10 +296,10 @@ class LaunchPlan(PlanModel):
 
     @property
     def has_merged(self) -> bool:
-        """Whether a whole model is among the results: merged, or trained whole."""
+        """Whether a whole model is among the results: a merged or a fully trained one."""
         return self.merge.enabled or not self.method.trains_adapter
 
 
 def read_launch_plan(text: str) -> LaunchPlan:
-    """The operator's part of a plan of any release. Raises pydantic.ValidationError."""
+    """Read the operator's part of a plan of any release. Raises pydantic.ValidationError."""
     return LaunchPlan.model_validate_json(text, extra="ignore")

@@ -1,4 +1,4 @@
-"""`data.mapping` as a reader of records needs it: every name resolved. Light, since the processes that prepare data import it."""
+"""`data.mapping` with every name resolved, for readers of records. Processes that prepare data import it, so it loads fast."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -6,7 +6,9 @@ from finetune_job.api.inputs import DataFormat, DataMapping, MappingPreset, Text
 
 SEPARATOR = "\n"
 PRESETS: dict[MappingPreset, DataMapping] = {
-    MappingPreset.ALPACA: DataMapping(prompt="instruction", input="input", completion="output"),
+    MappingPreset.ALPACA: DataMapping(
+        prompt="instruction", input="input", completion="output", system="system", history="history"
+    ),
     MappingPreset.SHARE_GPT: DataMapping(
         messages="conversations",
         role="from",
@@ -15,44 +17,50 @@ PRESETS: dict[MappingPreset, DataMapping] = {
         roles={"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
     ),
 }
-"""What a preset stands for."""
+"""Preset -> the mapping that it abbreviates."""
 OF_FORMAT: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.CHAT: (
-        "messages", "role", "content", "roles", "system", "system_turn", "prompt", "input", "completion", "separator",
+        "messages", "role", "content", "roles", "system", "system_turn", "prompt", "input", "completion", "separator", "history",
+        "ignored",
     ),
-    DataFormat.PROMPT_COMPLETION: ("prompt", "input", "completion", "separator"),
-    DataFormat.TEXT: ("text", "text_unit"),
+    DataFormat.PROMPT_COMPLETION: ("prompt", "input", "completion", "separator", "ignored"),
+    DataFormat.TEXT: ("text", "text_unit", "ignored"),
 }  # fmt: skip
-"""Fields of a mapping that mean something, by format."""
+"""Format -> fields of a mapping that have an effect for it."""
+OPTIONAL_KEYS = ("system", "history")
+"""Fields that name keys which a record may lack. A preset may have them without effect for a format that has no such part."""
 _PAIR = ("prompt", "input", "completion")
 
 
 class MappingPlan(BaseModel):
-    """Names in the records. The defaults are what the releases without a mapping did."""
+    """Names of keys and roles in the records. The defaults are the fixed names of earlier releases, which had no mapping."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     messages: str = "messages"
     role: str = "role"
     content: str = "content"
     roles: dict[str, str] | None = None
-    """None: roles keep their names, whatever these are."""
+    """Role in the records -> role for the chat template; None if roles keep their names."""
     system: str | None = None
     system_turn: str | None = None
     prompt: str = "prompt"
     input: str | None = None
     completion: str = "completion"
     separator: str = ""
+    history: str | None = None
     text: str = "text"
     text_unit: TextUnit = TextUnit.PARAGRAPH
     chat_of_pair: bool = False
-    """A chat is made of prompt and completion."""
+    """Whether each chat is built from a prompt and a completion."""
+    ignored: tuple[str, ...] = ()
+    """Keys of records, turns and parts that have no meaning for the job."""
 
 
 UNMAPPED = MappingPlan()
 
 
 def mapped_fields(mapping: DataMapping) -> dict[str, object]:
-    """What is set, by name of the field, the preset's included."""
+    """Return the fields that are set, including those of the preset, by name."""
     preset = PRESETS[mapping.preset].model_dump(exclude_none=True) if mapping.preset is not None else {}
     written = mapping.model_dump(exclude_none=True, exclude={"preset"})
     roles = {**preset.get("roles", {}), **written.get("roles", {})}
@@ -60,7 +68,7 @@ def mapped_fields(mapping: DataMapping) -> dict[str, object]:
 
 
 def makes_chats_of_pairs(mapping: DataMapping | None, data_format: DataFormat) -> bool:
-    """Whether each chat is a question and its answer, of two keys."""
+    """Whether each chat is built from a question and its answer under two keys."""
     if mapping is None or data_format is not DataFormat.CHAT:
         return False
     return any(name in mapped_fields(mapping) for name in _PAIR)

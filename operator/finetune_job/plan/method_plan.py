@@ -1,4 +1,4 @@
-"""The part of a plan that says what is trained of the model, and how adapters are made."""
+"""The part of a plan for the trained parameters and adapters."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from finetune_job.plan.launch_plan import PlanModel, TrainedParts
 
 
 class LoraPlan(PlanModel):
-    """PEFT's LoraConfig."""
+    """The settings of PEFT's LoraConfig."""
 
     r: int
     lora_alpha: int
@@ -20,40 +20,40 @@ class LoraPlan(PlanModel):
     target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
     layers_to_transform: tuple[int, ...] | None = None
-    """None: all."""
+    """Numbers of the adapted layers; None for all."""
     init_lora_weights: LoraInit = LoraInit.ZERO_B
     modules_to_save: tuple[str, ...]
     trainable_token_indices: tuple[int, ...] = ()
     separate_token_rows: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    """Rows by module, in place of `trainable_token_indices`: where the output head has rows of added tokens that are not the
-    embedding's. Filled in by the trainer, which knows their ids."""
+    """Trained rows by module, instead of `trainable_token_indices`, if the output head has its own rows of added tokens. Filled
+    in by the trainer, which knows the tokens' ids."""
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
     lora_plus_ratio: float | None = None
-    """None: one learning rate for all."""
+    """Learning rate of lora_B as a multiple of that of lora_A; None for the same rate."""
     use_rslora: bool
     use_dora: bool
     bias: LoraBias
     autocast_adapter_dtype: bool
     fused_forward: bool = False
-    """Whether layers compute in the base's element type with rounded copies of their factors, and add by the second product."""
+    """Whether adapters compute in the base's element type with rounded factors, and the second product adds to the base's."""
 
     @property
     def starts_from_base(self) -> bool:
-        """Whether first values are computed from the base's weights and kept for the whole run."""
+        """Whether initial values are computed from the base's weights and kept for the whole run."""
         return self.init_lora_weights.decomposes_base
 
 
 class AdapterPlan(PlanModel):
-    """PEFT's configuration of a method other than LoRA's family."""
+    """PEFT's configuration of a method outside LoRA's family."""
 
     settings: dict[str, Any]
-    """By PEFT's own field names in camelCase, as the user wrote them."""
+    """Settings by PEFT's own field names in camelCase, as the user wrote them."""
     autocast_adapter_dtype: bool
 
 
 class QuantizationPlan(PlanModel):
-    """transformers' BitsAndBytesConfig; None: the model's element type."""
+    """The settings of transformers' BitsAndBytesConfig; an element type of None means the model's."""
 
     bits: int
     quant_type: QuantType
@@ -63,35 +63,35 @@ class QuantizationPlan(PlanModel):
 
 
 class MethodPlan(TrainedParts):
-    """Fine-tuning method. `lora` is set for the kinds of LoRA, `adapter` for the other methods of PEFT, neither for Full."""
+    """Fine-tuning method. `lora` is set for LoRA and its variants, `adapter` for other methods of PEFT, and neither for Full."""
 
     type: MethodType
     lora: LoraPlan | None
     adapter: AdapterPlan | None = None
     quantization: QuantizationPlan | None
-    """Set for QLoRA and QDoRA alone."""
+    """The packing of the base; set only for QLoRA and QDoRA."""
 
     @property
     def autocast_adapter_dtype(self) -> bool:
-        """Whether adapters are held in float32 next to a base of 16 bits."""
-        held = self.lora or self.adapter
-        return held is not None and held.autocast_adapter_dtype
+        """Whether adapters are held in float32 on a 16-bit base."""
+        adapter = self.lora or self.adapter
+        return adapter is not None and adapter.autocast_adapter_dtype
 
     @property
     def is_fused(self) -> bool:
-        """Whether adapters compute in the element type of the base without being cast to it."""
+        """Whether adapters compute in the base's element type, whatever type they are held in."""
         return self.lora is not None and self.lora.fused_forward
 
     @property
     def saved_modules(self) -> tuple[str, ...]:
-        """Names of modules of the base that are trained whole, and published with the adapter."""
+        """Names of modules of the base that are trained whole and published with the adapter."""
         if self.lora is not None:
             return self.lora.modules_to_save
         return () if self.adapter is None else tuple(self.adapter.settings.get("modulesToSave") or ())
 
     @property
     def trains_parts_of_the_base(self) -> bool:
-        """Whether whole modules or biases are trained, which compute among the base's other parts as those do."""
+        """Whether whole modules or biases of the base are trained, which must compute in the type of the parts around them."""
         if self.lora is not None:
             return bool(self.saved_modules) or self.lora.bias is not LoraBias.NONE
         if self.adapter is None:

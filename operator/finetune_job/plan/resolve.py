@@ -1,7 +1,7 @@
-"""Spec + profile + defaults -> RunPlan.
+"""Resolves spec, profile and defaults to a RunPlan.
 
-Every value that the user left open is chosen once, here or in `inputs`, `resolve_model` and `resolve_training`, and recorded.
-Below `resolve` are the parts that only it needs: the merge, where the results go, and where pods run.
+Every value that the user left open is chosen once and recorded, here or in `inputs`, `resolve_model` and `resolve_training`.
+Below `resolve` are its helpers: they resolve the merge, the destinations of results and the placement of pods.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from finetune_job.api.job import FineTuneJobSpec, Rehearsal, RunSpec
 from finetune_job.api.method import MethodType
 from finetune_job.api.pod_settings import PodSettings
 from finetune_job.api.profile import FineTuneProfileSpec, PublishSettings
+from finetune_job.failures import MOST_RESTARTS_IN_POD
 from finetune_job.layout import WorkspaceLayout
 from finetune_job.names import DEFAULT_PROFILE, workspace_claim_name, workspace_folder
 from finetune_job.plan.choices import Choices
@@ -33,7 +34,7 @@ from finetune_job.plan.run_plan import (
 )
 
 SAMPLE_ANSWERS = 3
-"""In a report that only those who read the workspace can read, unless the manifest says."""
+"""Default number of sample answers in a report that only readers of the workspace can see."""
 
 
 def resolve(
@@ -44,9 +45,9 @@ def resolve(
     *,
     has_gpu: bool = False,
 ) -> RunPlan:
-    """The plan of an accepted spec (one that no error finding of the rule book speaks against).
+    """Return the plan of an accepted spec (one for which the rule book reports no error).
 
-    has_gpu: whether ranks find a GPU where there is no profile to say so.
+    has_gpu: whether ranks have a GPU, if there is no profile to say so.
     """
     choices = Choices()
     on_gpu = has_gpu if profile is None else profile.gpu is not None
@@ -87,17 +88,14 @@ def resolve(
         placement=None
         if profile is None
         else placement_of(
-            profile_name or spec.profile or DEFAULT_PROFILE,
-            profile,
-            spec.run,
-            is_elastic=spec.parallelism.elastic is not None,
+            profile_name or spec.profile or DEFAULT_PROFILE, profile, spec.run, is_elastic=spec.parallelism.elastic is not None
         ),
         choices=tuple(choices.made),
     )
 
 
 def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Attention:
-    """Which kernels there are for the model, its own structure says, which preflight reads."""
+    """Resolve the attention. Preflight chooses it by the model's structure if the manifest leaves it open."""
     if not on_gpu:
         return choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart")
     reason = "preflight chooses: varlen if the model's attention can be computed document by document, else sdpa"
@@ -105,7 +103,7 @@ def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> At
 
 
 def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:
-    """Full fine-tuning has nothing to merge."""
+    """Plan the merge; full fine-tuning has nothing to merge."""
     return MergePlanSettings(
         enabled=spec.merge.enabled and spec.method.type is not MethodType.FULL,
         base=spec.merge.base,
@@ -118,7 +116,7 @@ def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:
 
 
 def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
-    """Where the merge writes: to the user's claim, or to the workspace from where the results are published."""
+    """Return the directory of the results: on the user's claim, or on the workspace, from which they are published."""
     place = parse_destination(spec.output.destination)
     if isinstance(place, ClaimPath):
         return place
@@ -126,7 +124,7 @@ def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
 
 
 def sample_answers(spec: FineTuneJobSpec, choices: Choices) -> int:
-    """How many the report shows. A repository may be open to others than those who gave the records."""
+    """Return the number of sample answers: by default 0 for a repository, since its readers may differ from those of the data."""
     if spec.data.validation is None:
         return spec.output.sample_answers or 0
     if isinstance(parse_destination(spec.output.destination), HubPath | RegistryPath):
@@ -137,7 +135,7 @@ def sample_answers(spec: FineTuneJobSpec, choices: Choices) -> int:
 
 
 def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> PublishPlan | None:
-    """None if the results are on the user's claim."""
+    """Plan the publication; None if the results go to the user's claim."""
     written = spec.output.destination
     place = parse_destination(written)
     if isinstance(place, ClaimPath):
@@ -159,7 +157,7 @@ def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, cho
 
 
 def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_elastic: bool = False) -> Placement:
-    """What the profile `name` decides for a job."""
+    """Return the decisions of the profile `name` for a job."""
     pods = profile.pods
     return Placement(
         profile=name,
@@ -187,16 +185,16 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
         scratch_storage=profile.scratch_storage,
         ca_bundle=profile.ca_bundle,
         elastic=profile.elastic if is_elastic else None,
-        restart_in_pod=True,
+        restarts_in_pod=MOST_RESTARTS_IN_POD,
         signing_key_secret=profile.publish.signing_key_secret.name if profile.publish.signing_key_secret else None,
     )
 
 
 def _with_queue_of_job(settings: PodSettings, run: RunSpec) -> PodSettings:
-    """The job's queue and priority before the profile's.
+    """Return the settings with the job's queue and priority, if it has any, in place of the profile's.
 
-    Under a queue the job's priority is its place there (WorkloadPriorityClass), and what its pods may displace once they run
-    stays the profile's word; without a queue there is nothing but the PriorityClass of the pods.
+    Under a queue the job's priority decides its place there (WorkloadPriorityClass), and the profile still decides which pods its
+    pods may displace. Without a queue the job's priority is the PriorityClass of its pods.
     """
     queue = run.queue_name or settings.queue_name
     changed: dict[str, str | None] = {"queue_name": queue}

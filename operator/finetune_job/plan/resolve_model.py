@@ -1,4 +1,4 @@
-"""The part of a plan that says what is trained, how the base is packed, and how ranks share the model."""
+"""Resolves the parts of a plan for the trained parameters, the packing of the base, and the sharding of the model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune_job.sharding import holds_adapters_as_the_base, needs_original_par
 DEFAULT_QUANT_TYPE = QuantType.NF4
 DEFAULT_DOUBLE_QUANT = True
 FUSED_BITS = 4
-"""Of a packed base next to which adapters compute in its type; PEFT has a class of its own for 8 bits."""
+"""Bits of a packed base that allow fused adapters; for 8 bits PEFT has a separate class."""
 
 
 def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> MethodPlan:
     kind = spec.method.type
     as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
-    # A unit gathers its weights where it is called, which a fused forward pass does not.
+    # A unit gathers its weights when it is called, but a fused forward pass does not call an adapter's modules.
     own = spec.parallelism.fsdp.version == 1 and has_own_units(spec)
     quantization = (spec.method.quantization or QuantizationSpec()) if METHODS[kind].packs_base else None
     may_fuse = on_gpu and not own and (quantization is None or quantization.bits == FUSED_BITS)
@@ -55,7 +55,7 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, 
     is_fused = can_fuse and not pick(
         "method.lora.peftForward", lora.peft_forward, False, "casts factors and no inputs, and adds by the second product"
     )
-    held = "small updates vanish in 16 bits"
+    reason = "small updates vanish in 16 bits"
     return LoraPlan(
         r=lora.r,
         lora_alpha=pick("method.lora.loraAlpha", lora.lora_alpha, 2 * lora.r, "twice the rank"),
@@ -81,21 +81,19 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, 
             "method.lora.autocastAdapterDtype",
             lora.autocast_adapter_dtype,
             not as_base,
-            "a flat unit has one element type" if as_base else f"{held}; products take rounded copies" if is_fused else held,
+            "a flat unit has one element type" if as_base else f"{reason}; products take rounded copies" if is_fused else reason,
         ),
         fused_forward=is_fused,
     )
 
 
 def _sorted_mapping(value: Any) -> Any:
-    """Patterns in the order of the alphabet: the first that matches counts, and neither Kubernetes nor adapter_config.json keeps
-    any other.
-    """
+    """Sort patterns alphabetically: the first match counts, and Kubernetes and adapter_config.json keep no other order."""
     return dict(sorted(value.items())) if isinstance(value, dict) else value
 
 
 def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
-    """How a base is packed; `choices` collects what was left open."""
+    """Resolve the packing of the base; `choices` collects the values that were left open."""
     return QuantizationPlan(
         bits=quantization.bits,
         quant_type=choices.pick(
@@ -110,7 +108,7 @@ def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> Quant
 
 
 def has_own_units(spec: FineTuneJobSpec) -> bool:
-    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user says, otherwise if they need it."""
+    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user sets it, otherwise if they need it."""
     fsdp = spec.parallelism.fsdp
     if fsdp.peft_wrap_policy is not None:
         return fsdp.peft_wrap_policy
@@ -118,13 +116,13 @@ def has_own_units(spec: FineTuneJobSpec) -> bool:
 
 
 def _trains_rows(spec: FineTuneJobSpec) -> bool:
-    """Whether rows of an embedding or of an output head are trained, next to which the others are frozen."""
+    """Whether some rows of an embedding or of an output head are trained while the others are frozen."""
     lora = spec.method.lora or LoraSpec()
     return lora.trainable_token_indices is not None or trains_added_rows(spec) or trains_added_rows_of_head(spec)
 
 
 def trains_added_rows(spec: FineTuneJobSpec) -> bool:
-    """Whether an adapter trains rows of added tokens alone, because nothing else of the job trains the embedding."""
+    """Whether an adapter trains only the rows of added tokens, because nothing else in the job trains the embedding."""
     lora = spec.method.lora or LoraSpec()
     trained = (*(lora.modules_to_save or ()), *(lora.target_modules or ()))
     is_lora = METHODS[spec.method.type].family is Family.LORA
@@ -132,14 +130,14 @@ def trains_added_rows(spec: FineTuneJobSpec) -> bool:
 
 
 def trains_added_rows_of_head(spec: FineTuneJobSpec) -> bool:
-    """Whether an adapter trains rows of added tokens of the output head alone, because the embedding is trained whole and the
-    head is not. If the head shares the embedding's values, as the model tells, such a job is refused in any case.
+    """Whether an adapter trains rows of added tokens only in the output head, because the embedding is trained whole and the head
+    is not. Preflight refuses such a job if the model's head shares the values of the embedding.
     """
     lora = spec.method.lora or LoraSpec()
     saved, targets = lora.modules_to_save or (), lora.target_modules or ()
     is_lora = METHODS[spec.method.type].family is Family.LORA
     names_head = any(name.rpartition(".")[2] in OUTPUT_HEADS for name in (*saved, *targets))
-    # A saved module of another name may be the head all the same.
+    # A saved module with an unknown name may be the head, so all names must be known to be embeddings.
     only_embeddings = bool(saved) and all(names_embedding([name]) is not None for name in saved)
     return bool(spec.model.added_tokens) and is_lora and only_embeddings and not names_head
 

@@ -1,4 +1,4 @@
-"""The part of a plan that says how is optimised, saved and evaluated."""
+"""Resolves the parts of a plan for optimisation, checkpoints and evaluation."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from finetune_job.plan.run_plan import (
 )
 
 LARGEST_CHOSEN_MICRO_BATCH = 8
-"""Sequences; beyond this the memory of activations grows faster than the throughput."""
+"""Largest micro-batch that is chosen, in sequences; above it the memory of activations grows faster than the throughput."""
 
 
 ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
-"""What their papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013), and torch's defaults where it has one."""
+"""Values that the papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013); if torch has a default, it is the same."""
 MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
 USUAL_LEARNING_RATES = {True: "2e-5", False: "2e-4"}
-"""By whether the model's own weights are trained; what is chosen for every optimizer."""
+"""Whether the model's own weights are trained -> chosen learning rate, for every optimizer."""
 USUAL_SGD_LEARNING_RATE = "0.01"
-"""Proposed for SGD, for which the rates above are far too low."""
+"""Proposed learning rate of SGD, for which the rates above are far too low."""
 
 
 def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath, *, on_gpu: bool) -> TrainingPlan:
-    """workspace: the directory of the job on its claim."""
+    """Resolve the settings of training. workspace: the directory of the job on its claim."""
     training = spec.training
     full = spec.method.type is MethodType.FULL
     per_rank = training.global_batch_size // world_size(spec)
@@ -85,7 +85,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath,
 
 
 def _precision(spec: FineTuneJobSpec, choices: Choices) -> Precision | None:
-    """Which type the base has, its files say, which preflight reads."""
+    """Resolve the precision. Preflight chooses it from the type of the base if the manifest leaves it open."""
     mixed = spec.parallelism.fsdp.mixed_precision
     if mixed is not None and mixed.param_dtype is not None:
         return spec.training.precision
@@ -126,5 +126,5 @@ def world_size(spec: FineTuneJobSpec) -> int:
 
 
 def micro_batch_sizes(sequences_per_rank: int) -> list[int]:
-    """The divisors of a rank's share of the global batch, up to `LARGEST_CHOSEN_MICRO_BATCH`, the largest first."""
+    """List the divisors of a rank's share of the global batch, up to `LARGEST_CHOSEN_MICRO_BATCH`, the largest first."""
     return [size for size in range(LARGEST_CHOSEN_MICRO_BATCH, 0, -1) if max(sequences_per_rank, 1) % size == 0]

@@ -1,15 +1,15 @@
-"""The frozen contract between operator, command line and trainer: every value resolved, none left to choose.
+"""The frozen contract between operator, command line and trainer, with every value resolved or left to preflight.
 
-Numbers that the spec writes as strings are floats here, because this is where they are used; JSON written by Python reads back
-to the same float. What only the model itself can tell (the layer classes to wrap) stays None and is resolved by preflight into
-its report. Defaults here are what the releases did that had no such field; `resolve` sets every field, and choices.py records
-those that the user left open.
+Numbers that are strings in the spec are floats here, because here they are used; JSON written by Python reads back to the same
+float. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its report. A
+field's default is the behaviour of releases without that field; `resolve` sets every field, and choices.py records those that the
+user left open.
 """
 
 from collections.abc import Iterable
 from typing import Any, ClassVar, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype, MergeBase
@@ -31,7 +31,7 @@ from finetune_job.plan.method_plan import MethodPlan
 
 
 class JobIdentity(PlanModel):
-    """Which job this plan belongs to."""
+    """The job to which the plan belongs."""
 
     namespace: str
     name: str
@@ -46,7 +46,7 @@ class AddedTokenPlan(PlanModel):
     stop: bool = False
 
     def written(self) -> dict[str, Any]:
-        """As a manifest has it."""
+        """Return the token as a manifest contains it."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -54,21 +54,21 @@ class ModelPlan(PlacedModel):
     """Base model."""
 
     name: str
-    """`<org>/<name>` of the Hub if the manifest says it, or the source as the user wrote it."""
+    """Name on the Hub, `<org>/<name>`, if the manifest has one, otherwise the source as the user wrote it."""
     revision: str | None = None
     dtype: Dtype | None
-    """None: as stored."""
+    """Element type of the base; None for the stored one."""
     attention: Attention
     max_positions: int | None = None
-    """None: as config.json says. Only of rotary positions."""
+    """Longest record in tokens, only for rotary positions; None for the length in config.json."""
     added_tokens: tuple[AddedTokenPlan, ...] = ()
-    """In the order of their ids."""
+    """Added tokens in the order of their ids."""
     allow_remote_code: bool
 
     @model_validator(mode="before")
     @classmethod
     def _named_by_location(cls, content: Any) -> Any:
-        """The first releases read from claims alone, and called the base by its place."""
+        """Read plans of the first releases, which read only from claims and named the base by its location."""
         if isinstance(content, dict) and "name" not in content and isinstance(content.get("location"), dict):
             return content | {"name": claim_source(content["location"])}
         return content
@@ -78,13 +78,13 @@ class DatasetPlan(PlacedRecords):
     """A file or directory of records."""
 
     source: str
-    """As the user wrote it, for messages."""
+    """The source as the user wrote it, for messages."""
     weight: float
     """How often each record occurs in one pass."""
     splits: tuple[str, ...] = ()
-    """Of a directory whose files name splits, those of the first of these that there is; none: all files."""
+    """Splits of a directory, of which the first that exists is read; empty for all files."""
     split_is_chosen: bool = False
-    """Whether the user named the split, so that a directory without it is refused."""
+    """Whether the user named the split, in which case a directory without it is refused."""
 
 
 class DataPlan(PlacedData):
@@ -95,7 +95,8 @@ class DataPlan(PlacedData):
     format: DataFormat
     mapping: MappingPlan = UNMAPPED
     chat_template: str | None = None
-    """Jinja, also of a template that the user named. None: the tokenizer's."""
+    """Chat template in Jinja, even if the user named a built-in one; None for the tokenizer's own."""
+    template_arguments: dict[str, Any] = Field(default_factory=dict)
     max_sequence_length: int
     packing: bool
     loss_on: LossOn
@@ -110,7 +111,7 @@ class TrainingPlan(PlanModel):
     global_batch_size: int
     micro_batch_size: int
     gradient_accumulation_steps: int
-    """globalBatchSize = microBatchSize x ranks x this."""
+    """Micro-batches per optimizer step: globalBatchSize = microBatchSize x ranks x this number."""
     optimizer: OptimizerName = OptimizerName.ADAMW
     adam_betas: tuple[float, float] = (0.9, 0.999)
     adam_epsilon: float = 1e-8
@@ -122,34 +123,34 @@ class TrainingPlan(PlanModel):
     decay_ratio: float = 0.2
     weight_decay: float
     max_grad_norm: float
-    """0: no clipping."""
+    """Largest gradient norm; 0 for no clipping."""
     precision: Precision | None
-    """None: as the base is held, and as adapters are held; on a GPU preflight may choose it."""
+    """Precision of the computation; None for the types in which base and adapters are held. On a GPU preflight may choose it."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
     reduction: GradientReduction = GradientReduction.FAST
     deterministic: bool = False
     step_timeout_seconds: int = 3600
-    """Without a watchdog of the steps, what ended a rank that waited for others was the time-out of an hour on their messages."""
+    """Time limit of a step. The default is that of releases without a watchdog: the time-out of collectives, one hour."""
     trackers: tuple[str, ...] = ()
     start_from: ClaimPath | None = None
-    """Checkpoint of another job whose trained parameters are the first ones; None: the method's own."""
+    """Checkpoint of another job with the initial values of the trained parameters; None for the method's own."""
     seed: int
 
 
 class FsdpPlan(PlanModel):
-    """Sharding. Version-1 fields are None under version 2 and the other way round."""
+    """Sharding. Fields of version 1 are None under version 2, and vice versa."""
 
     version: int
     auto_wrap_policy: AutoWrapPolicy
     transformer_layer_cls_to_wrap: tuple[str, ...] | None
-    """None: the model's own layer classes, found by preflight and recorded in its report."""
+    """Layer classes that become units; None for the model's own, which preflight finds and records in its report."""
     min_num_params: int | None
     peft_wrap_policy: bool | None
     use_orig_params: bool | None
     sync_module_states: bool | None
     reshard_after_forward: bool | None
-    """None under version 2: as preflight chooses for this model and writes down in its report."""
+    """Whether gathered parameters are freed; None under version 2 if preflight chooses it and records it in its report."""
     offload_params: bool
     param_dtype: Dtype | None
     reduce_dtype: Dtype | None
@@ -167,19 +168,19 @@ class ParallelismPlan(Ranks):
 
 
 class CheckpointPlan(PlanModel):
-    """When a checkpoint is due, after so many steps or seconds, whichever comes first, and how it is kept."""
+    """The interval between checkpoints, in steps or seconds, whichever comes first, and the number that is kept."""
 
     every_steps: int
     every_seconds: int | None = None
-    """None: steps alone."""
+    """Seconds after which a checkpoint is due; None if only steps count."""
     adaptive: bool = False
-    """Whether losses make the interval shorter."""
+    """Whether lost attempts shorten the interval."""
     asynchronous: bool = False
     keep: int
 
 
 class EarlyStoppingPlan(PlanModel):
-    """End of a run that no longer gets better."""
+    """Early stopping of a run that no longer improves."""
 
     patience: int
     min_delta: float
@@ -189,7 +190,7 @@ class EvaluationPlan(PlanModel):
     """Held-out loss."""
 
     every_steps: int | None
-    """None: only before the first step and after the last."""
+    """Steps between evaluations; None for only before the first step and after the last."""
     early_stopping: EarlyStoppingPlan | None = None
     load_best_model_at_end: bool = False
 
@@ -210,12 +211,12 @@ class Choice(PlanModel):
 
     field: str
     value: Any
-    """None: preflight chooses."""
+    """The value; None if preflight chooses it."""
     reason: str
 
 
 class RunPlan(LaunchPlan):
-    """Everything a container needs to know."""
+    """Everything that a container needs to know."""
 
     job: JobIdentity
     model: ModelPlan
@@ -229,11 +230,11 @@ class RunPlan(LaunchPlan):
     rehearses: bool = False
     """Whether preflight tries the job on a scaled-down model."""
     sample_answers: int = 0
-    """Held-out records that the report shows with the answers of base and tuned model."""
+    """Number of held-out records that the report shows with the answers of base and tuned model."""
     choices: tuple[Choice, ...]
 
     def leaves_open(self, field: str) -> bool:
-        """Whether preflight chooses this field, for which `training` then has what is taken if nobody can choose."""
+        """Whether preflight chooses this field; until then `training` has the value that is used if it cannot choose."""
         return any(choice.field == field and choice.value is None for choice in self.choices)
 
     @property
@@ -247,8 +248,8 @@ class RunPlan(LaunchPlan):
         return self.leaves_open(ATTENTION_FIELD)
 
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
-        """The first of what is left open here that has a value which no preflight chooses for this plan."""
-        return next((each for each in chosen if self.leaves_open(each.field) and not self._can_be(each)), None)
+        """Return the first choice for an open field whose value preflight could not have chosen for this plan."""
+        return next((choice for choice in chosen if self.leaves_open(choice.field) and not self._can_be(choice)), None)
 
     def _can_be(self, choice: Choice) -> bool:
         value = choice.value
@@ -264,11 +265,11 @@ class RunPlan(LaunchPlan):
         return choice.field != RESHARDING_FIELD or isinstance(value, bool)
 
     def with_choices(self, chosen: Iterable[Choice]) -> Self:
-        """With values that preflight chose, of what is left open here. Other choices are not looked at."""
+        """Return the plan with the values that preflight chose for open fields; other choices are ignored."""
         by_field = {choice.field: choice for choice in chosen if self.leaves_open(choice.field)}
         if not by_field:
             return self
-        plan = self.model_copy(update={"choices": tuple(by_field.get(each.field, each) for each in self.choices)})
+        plan = self.model_copy(update={"choices": tuple(by_field.get(choice.field, choice) for choice in self.choices)})
         if RESHARDING_FIELD in by_field:
             plan = plan.with_fsdp(reshard_after_forward=by_field[RESHARDING_FIELD].value)
         if MICRO_BATCH_FIELD in by_field:
@@ -278,23 +279,23 @@ class RunPlan(LaunchPlan):
         if ATTENTION_FIELD in by_field:
             plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
         if PRECISION_FIELD in by_field and by_field[PRECISION_FIELD].value == Precision.BF16 and not self.method.is_fused:
-            # What is fused computes in the base's type by itself, without the copies that autocast keeps.
+            # Fused adapters compute in the base's type anyway, without the copies that autocast keeps.
             plan = plan.with_training(precision=Precision.BF16).with_fsdp(param_dtype=Dtype.BFLOAT16)
         return plan
 
     def with_attention(self, attention: Attention) -> Self:
-        """With another attention implementation."""
+        """Return the plan with another attention implementation."""
         return self.model_copy(update={"model": self.model.model_copy(update={"attention": attention})})
 
     def with_training(self, **values: Any) -> Self:
-        """With other values of fields of `TrainingPlan`; the global batch stays what it is."""
+        """Return the plan with other values of `TrainingPlan`; the global batch stays the same."""
         training = self.training.model_copy(update=values)
         at_once = training.micro_batch_size * self.parallelism.world_size
         training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
         return self.model_copy(update={"training": training})
 
     def with_fsdp(self, **values: Any) -> Self:
-        """With other values of fields of `FsdpPlan`."""
+        """Return the plan with other values of `FsdpPlan`."""
         fsdp = self.parallelism.fsdp.model_copy(update=values)
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update={"fsdp": fsdp})})
 

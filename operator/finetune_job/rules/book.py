@@ -1,8 +1,16 @@
-"""The rule book: every rule, and the one function that asks them all."""
+"""The rule book: every rule, and the one function that evaluates all of them."""
 
 from __future__ import annotations
 
-from finetune_job.finding import Finding
+import tomllib
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from finetune_job.finding import FieldChange, Finding, Severity
 from finetune_job.rules import (
     data,
     dtypes,
@@ -21,37 +29,133 @@ from finetune_job.rules import (
     workspace,
     wrapping,
 )
-from finetune_job.rules.rule import Rule, RuleContext
+from finetune_job.rules.rule import CHECKS, Check, Problem, RuleContext, format_value
+from finetune_job.rules.rule_tables import NoEffect, Range
 
-RULES: tuple[Rule, ...] = (
-    *wrapping.RULES,
-    *dtypes.RULES,
-    *quantization.RULES,
-    *method_configuration.RULES,
-    *experts.RULES,
-    *tokens.RULES,
-    *data.RULES,
-    *optimizer.RULES,
-    *launch.RULES,
-    *elastic.RULES,
-    *versions.RULES,
-    *merging.RULES,
-    *evaluation.RULES,
-    *outputs.RULES,
-    *workspace.RULES,
-    *sources.RULES,
+_TOPICS = (
+    *(wrapping, dtypes, quantization, method_configuration, experts, tokens, data, optimizer, launch, elastic, versions),
+    *(merging, evaluation, outputs, workspace, sources),
 )
+"""The module or package of each topic, whose rows are in the TOML file of the same name."""
+
+
+class Rule(BaseModel, frozen=True, extra="forbid"):
+    """One documented pitfall: its row in the book, and the function that finds it."""
+
+    id: str
+    topic: str
+    """The module or package of the book that holds the rule: `wrapping`, `quantization` and so on."""
+    check: Check | None
+    """The function that finds the pitfall; None for a range, which the row defines completely."""
+    title: str
+    severity: Severity = "error"
+    paths: tuple[str, ...] = Field(alias="reads")
+    """Fields under `spec` that the check looks at."""
+    sources: tuple[str, ...] = ("this product's API",)
+    """Documents that describe the pitfall."""
+    holds_for: str = "this trainer, every version"
+    """Library versions, in words for the catalogue; the default is for rules that follow from how this product works."""
+    test: str = ""
+    """The test that shows the failure with the real libraries: path of the module, `::` and the name of the test."""
+    observed: str = ""
+    """The exception in that test, or the damage if there is no exception."""
+    not_reproduced: str = ""
+    """Why no test shows the failure with the real libraries; either this or `test` and `observed` are set."""
+    applies_to: Literal["ours", "accelerate", "Trainer"] = "ours"
+    """The software that fails: only a failure of `ours` (this product) may refuse a job; the others inform about other tools."""
+    needs_human: bool = False
+    """Whether only a person can decide on the fix, because it gives up something that works; programs do not apply it unasked."""
+    in_preflight: str = ""
+    """The problems that only preflight finds, under the same id; empty if this check finds all of them."""
+    message: str = ""
+    """The message, if it is the same for every job; otherwise the check writes it."""
+    fix: str = ""
+    """The remedy, if it is the same for every job."""
+    changes: dict[str, Any] = {}
+    """New value by path under `spec`, if it is the same for every job; if empty, the first field that the rule reads is
+    removed."""
+    range: Range | None = None
+    no_effect: NoEffect | None = None
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if (self.check is None) != (self.range is not None):
+            raise ValueError(f"{self.id}: a rule has either a function with its id, or a range")
+        if bool(self.test) == bool(self.not_reproduced) or bool(self.test) != bool(self.observed):
+            raise ValueError(f"{self.id}: a row has either test and observed, or not_reproduced")
+        return self
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Fields of the object that the check looks at, such as `spec.training.epochs`."""
+        return tuple(f"spec.{path}" for path in self.paths)
+
+    @property
+    def evidence(self) -> Literal["reproduced", "source"]:
+        """The evidence for the rule.
+
+        `reproduced`: tests/pitfalls shows the failure with the real libraries. `source`: known from their source or this
+        product's API.
+        """
+        return "reproduced" if self.test else "source"
+
+    def find(self, context: RuleContext) -> Finding | None:
+        """Return the rule's finding for this job; None if it has none."""
+        problem: Problem | bool | None
+        if self.check is None:
+            problem = self.range.problem(context.spec, self.paths) if self.range is not None else None
+        else:
+            problem = self.check(context)
+            if self.no_effect is not None:
+                problem = self.no_effect.problem(context.spec) if problem else None
+        return self.finding(problem) if isinstance(problem, Problem) else None
+
+    def finding(self, problem: Problem) -> Finding:
+        """Create the finding for a problem."""
+        field = problem.field or self.paths[0]
+        changes = problem.changes if problem.changes is not None else self.changes or {field: None}
+        basis = f"reproduced by {self.test}" if self.test else "source"
+        return Finding(
+            rule=self.id,
+            severity=self.severity,
+            field=f"spec.{field}",
+            value=format_value(problem.value),
+            message=problem.message or self.message,
+            fix=problem.fix or self.fix,
+            source=f"{basis}: {'; '.join(self.sources)}",
+            changes=tuple(
+                FieldChange(field=f"spec.{path}", value=str(value) if isinstance(value, StrEnum) else value)
+                for path, value in changes.items()
+            ),
+        )
+
+
+def read_rules() -> Iterator[Rule]:
+    """Yield the rules in the order of the topics and their rows. Raises ValueError if rows and functions do not match."""
+    seen: set[str] = set()
+    for module in _TOPICS:
+        topic = module.__name__.rpartition(".")[2]
+        rows = tomllib.loads((Path(__file__).parent / f"{topic}.toml").read_text(encoding="utf-8"))
+        for identifier, row in rows.items():
+            check = CHECKS.get(identifier)
+            if identifier in seen or (check is not None and not check.__module__.startswith(module.__name__)):
+                raise ValueError(f"{identifier} is in {topic}.toml, and is checked or described elsewhere")
+            seen.add(identifier)
+            yield Rule(id=identifier, topic=topic, check=check, **row)
+    if CHECKS.keys() - seen:
+        raise ValueError(f"no row describes {', '.join(sorted(CHECKS.keys() - seen))}")
+
+
+RULES = tuple(read_rules())
 _BY_ID = {rule.id: rule for rule in RULES}
-if len(_BY_ID) != len(RULES):
-    raise ValueError("two rules have the same id")
 
 
 def evaluate(context: RuleContext) -> tuple[Finding, ...]:
-    """Every finding, errors first, otherwise in the order of the book."""
-    found = [finding for rule in RULES if (finding := rule.check(context)) is not None]
-    return tuple(sorted(found, key=lambda finding: finding.severity != "error"))
+    """Return every finding, errors first, otherwise in the order of the book."""
+    findings = [finding for rule in RULES if (finding := rule.find(context)) is not None]
+    return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
 
 
 def rule_by_id(identifier: str) -> Rule | None:
-    """The rule of that id, if there is one."""
+    """Return the rule with this id; None if there is none."""
     return _BY_ID.get(identifier)

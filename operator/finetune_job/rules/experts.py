@@ -1,4 +1,4 @@
-"""Adapters on parameters, above all on the stacked weights of experts."""
+"""Rules on adapters on parameters, above all on the stacked weights of experts."""
 
 from __future__ import annotations
 
@@ -7,34 +7,21 @@ from typing import Any
 
 from finetune_job.api.method import LoraInit, LoraSpec
 from finetune_job.methods import METHODS, lora_kind
-from finetune_job.rules.rule import Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule import Problem, RuleContext, rule
 
 _PARAMETERS = "method.lora.targetParameters"
 _DROPOUT, _INIT = "method.lora.loraDropout", "method.lora.initLoraWeights"
-_LAYERS, _EXCLUDED, _TARGETS = "method.lora.layersToTransform", "method.lora.excludeModules", "method.lora.targetModules"
+_LAYERS, _EXCLUDED = "method.lora.layersToTransform", "method.lora.excludeModules"
 _TYPE, _VERSION = "method.type", "parallelism.fsdp.version"
-_TESTS = "tests/pitfalls/test_experts.py"
-_PEFT = "peft >= 0.17"
 
 
 def _lora(context: RuleContext) -> LoraSpec | None:
-    """Settings that adapt parameters; None where there are none."""
+    """Return the LoRA settings if they adapt parameters, otherwise None."""
     lora = context.spec.method.lora
     return lora if lora is not None and lora.target_parameters else None
 
 
-@rule(
-    "target-parameters-conflict",
-    "An adapter on a parameter has neither dropout nor magnitudes",
-    reads=(_PARAMETERS, _TYPE, _DROPOUT, _INIT),
-    sources=("peft: peft/tuners/lora/layer.py, ParamWrapper; LoraLayer.orthogonal_init, pissa_init",),
-    reproduction=Reproduction(
-        f"{_TESTS}::test_settings_that_parameters_do_not_take",
-        "ValueError: lora.ParamWrapper does not work with lora_dropout != 0; the same of use_dora=True; of an orthogonal start "
-        "and of PiSSA AttributeError: 'MixtralExperts' object has no attribute 'weight'",
-    ),
-    holds_for=_PEFT,
-)
+@rule("target-parameters-conflict")
 def target_parameters_conflict(context: RuleContext) -> Problem | None:
     lora = _lora(context)
     if lora is None:
@@ -49,30 +36,21 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:
         wrong[_INIT] = (lora.init_lora_weights, "PEFT looks for a layer's weight to take the element type from", None)
     if lora.init_lora_weights.decomposes_base:
-        wrong[_INIT] = (lora.init_lora_weights, "it decomposes the weights of layers, and a parameter has none", None)
+        wrong[_INIT] = (lora.init_lora_weights, "it decomposes a layer's weight, and an adapted parameter is not a layer", None)
     if not wrong:
         return None
     field, (value, _, _) = next(iter(wrong.items()))
     steps = [f"set {path} to {instead}" if path == _TYPE else f"remove {path}" for path, (_, _, instead) in wrong.items()]
     return Problem(
-        field=field,
         value=value,
         message=f"not with targetParameters: {'; '.join(reason for _, reason, _ in wrong.values())}",
         fix=f"{' and '.join(steps)}, or remove {_PARAMETERS}",
+        field=field,
         changes={path: instead for path, (_, _, instead) in wrong.items()},
     )
 
 
-@rule(
-    "target-parameters-all-layers",
-    "Adapters on parameters are on those of all layers",
-    reads=(_PARAMETERS, _LAYERS, _EXCLUDED, _TARGETS),
-    sources=("peft: peft/tuners/tuners_utils.py, _inject_parameters (neither layers nor exclusions are looked at)",),
-    reproduction=Reproduction(
-        f"{_TESTS}::test_parameters_are_adapted_in_all_layers", "no error: the parameters of all layers get adapters"
-    ),
-    holds_for=_PEFT,
-)
+@rule("target-parameters-all-layers")
 def target_parameters_all_layers(context: RuleContext) -> Problem | None:
     lora = _lora(context)
     if lora is None:
@@ -89,39 +67,17 @@ def target_parameters_all_layers(context: RuleContext) -> Problem | None:
     if lora.exclude_modules is not None and not lora.target_modules:
         changes[_EXCLUDED] = None
     return Problem(
-        field=field,
         value=value,
-        message="PEFT does not look at it for targetParameters: the parameters of all layers get adapters, without a word",
+        message="PEFT does not look at it for targetParameters: the parameters of all layers silently get adapters",
         fix=f"remove {field}, or {_PARAMETERS}; to choose layers, name their parameters in full, as in "
         "model.layers.0.mlp.experts.down_proj",
+        field=field,
         changes=changes,
     )
 
 
-@rule(
-    "fsdp1-target-parameters",
-    "FSDP 1 cannot adapt parameters",
-    reads=(_PARAMETERS, _VERSION),
-    sources=(
-        "peft: peft/tuners/lora/layer.py, ParamWrapper (parametrises the weight in each forward pass)",
-        "torch: FSDP 1's views",
-    ),
-    reproduction=Reproduction(
-        f"{_TESTS}::test_parameters_under_fsdp_1",
-        "RuntimeError: Output 0 of View is a view and its base or another view of its base has been modified inplace",
-    ),
-    holds_for="torch >= 2.0, FSDP 1 only",
-)
+@rule("fsdp1-target-parameters")
 def fsdp1_target_parameters(context: RuleContext) -> Problem | None:
     if _lora(context) is None or context.plan.parallelism.fsdp.version != 1:
         return None
-    return Problem(
-        field=_VERSION,
-        value=1,
-        message="PEFT replaces an adapted parameter during the forward pass, and FSDP 1's are views of its flat one",
-        fix=f"remove {_VERSION}: version 2 can",
-        changes={_VERSION: None},
-    )
-
-
-RULES = (target_parameters_conflict, target_parameters_all_layers, fsdp1_target_parameters)
+    return Problem(value=1, field=_VERSION)

@@ -1,6 +1,7 @@
-"""What a rule is: what it may look at (a job, a profile and nothing else), how a topic defines one, what it finds.
+"""The context that a rule examines, the problems that it reports, and the registration of its function.
 
-A check returns a `Problem`; the rule makes it a `Finding`, whose changes `with_changes` applies to a manifest.
+A rule is a row in the TOML file of its topic (`merging.toml`), which describes it, and a function under the row's id in the
+module of that topic (`merging.py`), which finds the problem. `book.py` joins the two.
 """
 
 from __future__ import annotations
@@ -10,45 +11,36 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, TypeVar
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.method import LoraSpec
 from finetune_job.api.profile import FineTuneProfileSpec
-from finetune_job.finding import FieldChange, Finding, Severity
+from finetune_job.finding import FieldChange
 from finetune_job.method_settings import WrongSetting, peft_fields
 from finetune_job.methods import METHODS, Family
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 _UNKNOWN_JOB = JobIdentity(namespace="", name="", uid="")
-Evidence = Literal["reproduced", "source"]
-"""`reproduced`: tests/pitfalls shows the failure on the real libraries. `source`: read in their source or in this product's
-API."""
-AppliesTo = Literal["ours", "accelerate", "Trainer"]
-"""Whose path a rule speaks of: only what fails in `ours` may refuse; the others tell users what happens elsewhere."""
-OURS = "this trainer, every version"
-"""`holds_for` of rules that follow from how this product works and not from a library."""
-_BOOK = __name__.rpartition(".")[0]
 _NEEDS_QUOTES = re.compile(r"[-+]?\.?[0-9][-+.:0-9a-fox_]*|[-+]?\.(?:inf|nan)|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
-"""Texts that YAML reads as something else where they have no quotes, such as numbers, times and hexadecimals; and some more."""
+"""Matches strings that need quotes because YAML would read them as something else, like a number or a time, and some others."""
 
 
 @dataclass(frozen=True)
 class RuleContext:
-    """Input of every rule."""
+    """The input of every rule."""
 
     spec: FineTuneJobSpec
     profile: FineTuneProfileSpec | None = None
-    """None if no profile is known, as in `finetune validate` on a laptop without one."""
+    """The job's profile; None if it is not known, as in `finetune validate` on a laptop."""
     job_name: str = ""
-    """By which the claim of the workspace's template is called; empty if the job is not known."""
+    """Name of the job, from which the claim of the workspace's template gets its name; empty if the job is not known."""
 
     @cached_property
     def plan(self) -> RunPlan:
-        """The plan that this manifest would get, made once for all rules."""
+        """The plan of this manifest, resolved once for all rules."""
         return resolve(_UNKNOWN_JOB, self.spec, self.profile)
 
     @property
@@ -58,71 +50,49 @@ class RuleContext:
 
     @cached_property
     def wrong_settings(self) -> list[WrongSetting]:
-        """What is wrong with `method.settings`, for the methods that have any. Finding near names is slow, so it is done once."""
+        """The mistakes in `method.settings`, for methods that have settings. Found once, because it is slow."""
         method = self.spec.method
         entry = METHODS[method.type]
         return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []
 
 
 @dataclass(frozen=True)
-class Reproduction:
-    """Where the failure is shown on the real libraries, and what they do."""
-
-    test: str
-    """Path of the test module, and `::` with the test's name where one shows it alone."""
-    observed: str
-    """The exception, or what goes wrong without one."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One documented pitfall."""
-
-    id: str
-    title: str
-    severity: Severity
-    reads: tuple[str, ...]
-    """Fields that the check looks at."""
-    sources: tuple[str, ...]
-    """Where the pitfall is documented."""
-    holds_for: str
-    """Library versions, in words for the catalogue."""
-    check: Callable[[RuleContext], Finding | None]
-    topic: str
-    """The module or package of the book that holds it: `wrapping`, `quantization` and so on."""
-    reproduction: Reproduction | None = None
-    not_reproduced: str = ""
-    """Why no test shows it on the real libraries; exactly one of the two is set."""
-    applies_to: AppliesTo = "ours"
-    needs_human: bool = False
-    """Whether only a person can weigh the fix, which gives up something that works: it is told, and no program makes it."""
-    in_preflight: str = ""
-    """What of it only preflight finds, under the same id; empty where the check here finds all."""
-
-    @property
-    def evidence(self) -> Evidence:
-        """What the rule rests on."""
-        return "source" if self.reproduction is None else "reproduced"
-
-
-@dataclass(frozen=True)
 class Problem:
-    """What a check found; with the rule's id and severity it becomes a `Finding`."""
+    """The problem that a check found. Fields that it leaves empty are taken from the rule's row."""
 
-    field: str
-    """Path under `spec`, such as `training.epochs`."""
     value: Any
-    message: str
-    fix: str
-    changes: Mapping[str, Any]
-    """New value by path under `spec`; None removes the field."""
+    message: str = ""
+    """The message; empty for that of the row."""
+    fix: str = ""
+    """The fix; empty for that of the row."""
+    field: str = ""
+    """Path under `spec`, such as `training.epochs`; empty for the first field that the rule reads."""
+    changes: Mapping[str, Any] | None = None
+    """New value by path under `spec`; None there removes the field. Without a mapping the row's changes apply; if the row has
+    none either, the field is removed."""
 
 
-Check = Callable[[RuleContext], Problem | None]
+Check = Callable[[RuleContext], Problem | bool | None]
+"""A function that returns the problem, if there is one. For a row with `no_effect` it returns whether the fields have no
+effect."""
+_Check = TypeVar("_Check", bound=Check)
+CHECKS: dict[str, Check] = {}
+"""Every check by the id of its rule."""
+
+
+def rule(identifier: str) -> Callable[[_Check], _Check]:
+    """Register the decorated function as the check of the rule with this id."""
+
+    def register(check: _Check) -> _Check:
+        if CHECKS.setdefault(identifier, check) is not check:
+            raise ValueError(f"two functions check {identifier}")
+        return check
+
+    return register
 
 
 def format_value(value: Any) -> str:
-    """A value as the manifest writes it."""
+    """Format a value as in a manifest."""
     match value:
         case None:
             return "unset"
@@ -137,91 +107,26 @@ def format_value(value: Any) -> str:
 
 
 def _format_nested(value: Any) -> str:
-    """The same inside a list or a mapping, where a text is told from a number by its quotes."""
+    """Format a value inside a list or a mapping, where quotes distinguish a string from a number."""
     if isinstance(value, str):
         return f'"{value}"'
     return "null" if value is None else format_value(value)
 
 
-def _plain_value(value: Any) -> Any:
-    """What JSON and YAML know: the word itself for a member of an enumeration."""
-    return str(value) if isinstance(value, StrEnum) else value
-
-
-def rule(
-    identifier: str,
-    title: str,
-    *,
-    severity: Severity = "error",
-    reads: tuple[str, ...],
-    sources: tuple[str, ...],
-    holds_for: str,
-    reproduction: Reproduction | None = None,
-    not_reproduced: str = "",
-    applies_to: AppliesTo = "ours",
-    needs_human: bool = False,
-    in_preflight: str = "",
-    module: str = "",
-) -> Callable[[Check], Rule]:
-    """Turn a check function into a `Rule`.
-
-    `reads`: paths under `spec`. `module`: the topic module of the rule, if its check is made elsewhere, from a row of a table.
-    """
-
-    def made(check: Check) -> Rule:
-        def find(context: RuleContext) -> Finding | None:
-            problem = check(context)
-            return None if problem is None else finding_from(this, problem)
-
-        this = Rule(
-            id=identifier,
-            title=title,
-            severity=severity,
-            reads=tuple(f"spec.{path}" for path in reads),
-            sources=sources,
-            holds_for=holds_for,
-            check=find,
-            topic=(module or check.__module__).removeprefix(f"{_BOOK}.").partition(".")[0],
-            reproduction=reproduction,
-            not_reproduced=not_reproduced,
-            applies_to=applies_to,
-            needs_human=needs_human,
-            in_preflight=in_preflight,
-        )
-        return this
-
-    return made
-
-
-def finding_from(rule: Rule, problem: Problem) -> Finding:
-    """The finding by which a rule tells a problem."""
-    basis = "source" if rule.reproduction is None else f"reproduced by {rule.reproduction.test}"
-    return Finding(
-        rule=rule.id,
-        severity=rule.severity,
-        field=f"spec.{problem.field}",
-        value=format_value(problem.value),
-        message=problem.message,
-        fix=problem.fix,
-        source=f"{basis}: {'; '.join(rule.sources)}",
-        changes=tuple(FieldChange(field=f"spec.{path}", value=_plain_value(value)) for path, value in problem.changes.items()),
-    )
-
-
 def changes_text(changes: Iterable[FieldChange]) -> str:
-    """In one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
+    """Write changes in one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
     return ", ".join(
         f"{change.field} removed" if change.value is None else f"{change.field}: {yaml_text(change.value)}" for change in changes
     )
 
 
 def yaml_text(value: Any) -> str:
-    """A value as it is written behind a colon in YAML."""
+    """Format a value as it is written after a colon in YAML."""
     return json.dumps(value) if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
 
 
 def with_changes(document: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:
-    """A copy of an object with the changes made. What blocks a path that leads further is replaced by a mapping."""
+    """Return a copy of an object with the changes. A value that blocks a longer path is replaced by a mapping."""
     changed = copy.deepcopy(document)
     for change in changes:
         *parents, last = change.field.split(".")

@@ -1,4 +1,4 @@
-"""Which FSDP settings mean something under which version: the one table that rules and documentation share."""
+"""The table of FSDP settings that have no effect under some versions, which rules and documentation share."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.parallelism import StateDictType
-from finetune_job.rules.rule import OURS, Problem, Reproduction, Rule, RuleContext, rule
-
-_STATE_DICT_TYPE = "parallelism.fsdp.stateDictType"
+from finetune_job.rules.rule import Problem, RuleContext, rule
 
 
 @dataclass(frozen=True)
 class FsdpField:
-    """One field of `spec.parallelism.fsdp` that not every version uses."""
+    """A field of `spec.parallelism.fsdp` that not every version uses."""
 
     name: str
-    """As the manifest writes it."""
+    """The setting as a manifest writes it."""
     attribute: str
     used_by: tuple[int, ...]
-    """FSDP versions under which this trainer acts on it."""
+    """FSDP versions under which this trainer uses the field."""
     why: str
-    """Why it means nothing under the others."""
+    """The reason why the field has no effect under other versions."""
     quiet: tuple[Any, ...] = ()
-    """Values that need no warning: they ask for what happens anyway, or another rule speaks of them."""
+    """Values that cause no warning, because they request what happens anyway, or because another rule covers them."""
     instead: Mapping[str, Any] = field(default_factory=dict)
-    """What to set in its place."""
+    """Settings to use instead of this one."""
 
 
 FSDP_FIELDS = (
@@ -54,39 +52,25 @@ FSDP_FIELDS = (
 )
 
 
-def _fsdp_field_rule(row: FsdpField) -> Rule:
+def _register(row: FsdpField) -> None:
     path = f"parallelism.fsdp.{row.name}"
 
-    @rule(
-        f"no-effect-{row.attribute.replace('_', '-')}",
-        f"{row.name} has no effect"
-        + (f" under version {' and '.join(str(v) for v in (1, 2) if v not in row.used_by)}" if row.used_by else ""),
-        severity="warning",
-        reads=("parallelism.fsdp.version", path, *row.instead),
-        sources=("torch: torch/distributed/fsdp; accelerate: FullyShardedDataParallelPlugin",),
-        reproduction=Reproduction(
-            "tests/pitfalls/test_no_effect.py::test_what_nothing_reads",
-            "no error: the run's plan is the same with and without it",
-        ),
-        holds_for=OURS,
-    )
+    @rule(f"no-effect-{row.attribute.replace('_', '-')}")
     def check(context: RuleContext) -> Problem | None:
         fsdp = context.spec.parallelism.fsdp
         value = getattr(fsdp, row.attribute)
         if value is None or fsdp.version in row.used_by or value in row.quiet:
             return None
-        # What the user has asked for in the right place stays as it is.
+        # A value that the user has set in the right place is kept.
         instead = {other: setting for other, setting in row.instead.items() if not _is_set(context.spec, other)}
         written = ", ".join(f"set {other} to {setting}" for other, setting in instead.items())
         return Problem(
-            field=path,
             value=value,
             message=f"NoEffect: {row.why}",
             fix=f"remove {path}" + (f" and {written}" if written else ""),
+            field=path,
             changes={path: None, **instead},
         )
-
-    return check
 
 
 def _is_set(spec: FineTuneJobSpec, path: str) -> bool:
@@ -94,28 +78,13 @@ def _is_set(spec: FineTuneJobSpec, path: str) -> bool:
     return name in spec.model_dump(include={section}, by_alias=True, exclude_none=True)[section]
 
 
-@rule(
-    "local-state-dict",
-    "A local state dict cannot be read back",
-    reads=(_STATE_DICT_TYPE,),
-    sources=("accelerate: accelerate/utils/dataclasses.py, FullyShardedDataParallelPlugin",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_checkpoints.py::test_fsdp_2_has_no_local_state_dict",
-        "ValueError: FSDP2 does not support LOCAL_STATE_DICT",
-    ),
-    holds_for="accelerate >= 1.0, both FSDP versions",
-)
+@rule("local-state-dict")
 def local_state_dict(context: RuleContext) -> Problem | None:
     written = context.spec.parallelism.fsdp.state_dict_type
     if written is not StateDictType.LOCAL_STATE_DICT:
         return None
-    return Problem(
-        field=_STATE_DICT_TYPE,
-        value=written,
-        message="FSDP 2 has no such form, and under FSDP 1 it holds each rank's flat shards, under names that no parameter has",
-        fix=f"remove {_STATE_DICT_TYPE}: checkpoints are sharded and can be read by any number of ranks",
-        changes={_STATE_DICT_TYPE: None},
-    )
+    return Problem(value=written)
 
 
-RULES = (*(_fsdp_field_rule(row) for row in FSDP_FIELDS), local_state_dict)
+for _row in FSDP_FIELDS:
+    _register(_row)

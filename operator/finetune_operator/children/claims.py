@@ -1,4 +1,4 @@
-"""The claims that a job names, and the workspace claim that is made from its template."""
+"""The claims that a job names, and the workspace claim that is created from its template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from finetune_operator.children.frozen_run import Owner, metadata
 
 
 def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:
-    """Name of the claim that holds the workspace, whether it is named or made from the template."""
+    """Name of the claim that holds the workspace, whether the job names it or it is created from the template."""
     return spec.workspace.claim_name or workspace_claim_name(job_name)
 
 
@@ -36,15 +36,12 @@ def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
 def workspace_claim(
     owner: Owner, template: VolumeClaimTemplate, retain: RetainPolicy, profile_storage_class: str | None
 ) -> dict[str, Any]:
-    """The workspace claim made from the job's template.
+    """Build the workspace claim from the job's template.
 
-    It is owned by the job only with `retain: Delete`: an owned claim is deleted with its owner, checkpoints included.
+    The job owns it only with `retain: Delete`: an owned claim is deleted with its owner, including the checkpoints.
     """
     storage_class = template.storage_class_name or profile_storage_class
-    spec: dict[str, Any] = {
-        "accessModes": [str(template.access_mode)],
-        "resources": {"requests": {"storage": template.storage}},
-    }
+    spec: dict[str, Any] = {"accessModes": [str(template.access_mode)], "resources": {"requests": {"storage": template.storage}}}
     if storage_class is not None:
         spec["storageClassName"] = storage_class
     name = workspace_claim_name(owner.name)

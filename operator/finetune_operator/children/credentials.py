@@ -1,4 +1,4 @@
-"""Credentials as files that the kubelet mounts from the user's Secrets; neither the operator nor the plan ever holds one."""
+"""Credentials as files that the kubelet mounts from the user's Secrets. Neither the operator nor the plan ever has them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _GROUP_READS = 0o440
 
 
 def credentials_volume(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The volume with these files. They are in memory, and mounted in no other container.
+    """Build the volume with these files. They are in memory, and no other container mounts them.
 
-    The kubelet writes files of a Secret as root, for the pod's fsGroup where it has one, and for group 0 otherwise; no setting
-    makes the container's user their owner. A user that is not root reads them as a member of that group: the kubelet adds each
-    process to the fsGroup, and the trainer image, as every user without an entry in its /etc/passwd, is in group 0.
+    The kubelet makes root the owner of a Secret's files and gives them the group fsGroup of the pod, or group 0 if that is unset;
+    no setting makes the container's user their owner. A user other than root reads them as a member of that group: the kubelet
+    adds each process to the fsGroup, and the trainer image's user is in group 0, like every user without an entry in /etc/passwd.
     """
     return {"name": VOLUME_NAME, "projected": {"defaultMode": _GROUP_READS, "sources": list(sources)}}
 
@@ -34,7 +34,7 @@ def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
 
 
 def variables_of_old_images(plan: LaunchPlan) -> list[dict[str, Any]]:
-    """The fetch pod's credentials as environment variables, for images of the one release that could fetch but not publish.
+    """Return the fetch pod's credentials as environment variables, for images of the release that could fetch but not publish.
 
     A run keeps the image that its plan names, whichever release of the operator manages it.
     """
@@ -53,24 +53,18 @@ def _variable(name: str, secret: str, key: str, *, required: bool) -> dict[str, 
 
 def publish_credentials(publish: PublishPlan, signing_key_secret: str | None = None) -> list[dict[str, Any]]:
     """Sources of a projected volume with the credentials of the publish pod and the key that it signs with."""
-    signing = [] if signing_key_secret is None else _secret(signing_key_secret, (SIGNING_KEY,))
-    return _of_destination(publish) + signing
-
-
-def _of_destination(publish: PublishPlan) -> list[dict[str, Any]]:
-    if publish.secret is None:
-        return []
-    match parse_destination(publish.destination):
-        case HubPath():
-            return _secret(publish.secret, (HUB_TOKEN,))
-        case BucketPath():
-            return _secret(publish.secret, S3_KEYS)
-        case _:
-            return _secret(publish.secret, (REGISTRY_LOGINS,))
+    sources = []
+    if publish.secret is not None:
+        destination = parse_destination(publish.destination)
+        is_hub, is_bucket = isinstance(destination, HubPath), isinstance(destination, BucketPath)
+        sources += _secret(publish.secret, (HUB_TOKEN,) if is_hub else S3_KEYS if is_bucket else (REGISTRY_LOGINS,))
+    if signing_key_secret is not None:
+        sources += _secret(signing_key_secret, (SIGNING_KEY,))
+    return sources
 
 
 def _secret(name: str, files: tuple[CredentialFile, ...], key: str | None = None) -> list[dict[str, Any]]:
-    """One source for the required keys and one for the optional ones, because `optional` applies to a whole source."""
+    """Return one source for the required keys and one for the optional keys, because `optional` applies to a whole source."""
     sources = []
     for required in (True, False):
         items = [{"key": key or file.key, "path": file.path} for file in files if file.required is required]

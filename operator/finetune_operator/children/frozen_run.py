@@ -35,18 +35,6 @@ class Owner:
     uid: str
 
 
-def owner_reference(owner: Owner) -> dict[str, Any]:
-    """The controller reference, by which garbage collection deletes the child with its job."""
-    return {
-        "apiVersion": API_VERSION,
-        "kind": JOB_KIND,
-        "name": owner.name,
-        "uid": owner.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
-
-
 def labels(owner: Owner, role: Role | None = None, attempt: int | None = None) -> dict[str, str]:
     """Labels of a child, and of the pods of a role and attempt."""
     labels_of_child = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_JOB: owner.name, LABEL_JOB_UID: owner.uid}
@@ -69,8 +57,8 @@ def metadata(
 ) -> dict[str, Any]:
     """Metadata of a child. `queue`: labels by which a queue finds it.
 
-    There is no digest of the child's own content: queues and webhooks may change a Job, so it is not compared. The plan is
-    verified by its digest in status.
+    There is no digest of the child's own content, which is never compared, because queues and webhooks may change a Job. The
+    plan is verified by its digest in status.
     """
     fields: dict[str, Any] = {
         "name": name,
@@ -80,7 +68,9 @@ def metadata(
     if plan_sha256:
         fields["annotations"] = {ANNOTATION_PLAN_SHA256: plan_sha256}
     if owned:
-        fields["ownerReferences"] = [owner_reference(owner)]
+        # Because of the controller reference, garbage collection deletes the child with its job.
+        reference = {"apiVersion": API_VERSION, "kind": JOB_KIND, "name": owner.name, "uid": owner.uid}
+        fields["ownerReferences"] = [reference | {"controller": True, "blockOwnerDeletion": True}]
     return fields
 
 
@@ -91,20 +81,19 @@ class FrozenRun:
     owner: Owner
     plan: LaunchPlan
     placement: Placement
-    """`plan.placement`, which a plan made for local mode would not have."""
+    """`plan.placement`, which only a plan for local mode lacks."""
     plan_sha256: str
 
 
 def plan_configmap(owner: Owner, plan_json: str) -> dict[str, Any]:
-    """The ConfigMap of the plan. `plan_json`: the canonical JSON, byte for byte as its digest was computed from.
+    """Build the ConfigMap of the plan. `plan_json`: the canonical JSON, exactly the bytes from which its digest was computed.
 
-    `immutable` spares the kubelets a watch. A replaced object is detected by the digest, not by this flag.
+    Because of `immutable`, kubelets need not watch it. The digest, not this flag, shows whether the object was replaced.
     """
-    data = {PLAN_KEY: plan_json}
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata(owner, plan_configmap_name(owner.name), plan_sha256=text_sha256(plan_json)),
         "immutable": True,
-        "data": data,
+        "data": {PLAN_KEY: plan_json},
     }

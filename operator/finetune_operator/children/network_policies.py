@@ -1,9 +1,9 @@
 """NetworkPolicies of a run: what its pods may reach, and what may reach them. The cluster's network has to enforce them.
 
 One policy is for all pods of the run: they may reach each other and DNS servers, and only the operator and the namespaces that
-the profile names may read the metrics of rank 0. The other is for the pods that reach out of the cluster (fetch, publish): they
-may reach public addresses and those that the profile names, but neither the cluster nor link-local addresses, where clouds
-serve their metadata. Policies add up, so the second one restricts nothing.
+the profile names may read the metrics of rank 0. The other policy is for the pods that need addresses outside the cluster (fetch,
+publish): they may reach public addresses and those that the profile names, but neither the cluster nor link-local addresses,
+where clouds serve their metadata. Policies add up, so the second policy restricts nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_operator.children.frozen_run import Owner, metadata
 
 _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label that the API server puts on every namespace, so that no tenant can forge it."""
+"""Label that the API server itself sets on every namespace, so no tenant can forge it."""
 _NOT_PUBLIC = (
     *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"),
     *("192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4"),
 )
 _NAT64 = ipaddress.IPv6Address("64:ff9b::")
-"""Prefix of IPv4 addresses as pods without IPv4 see them (RFC 6052): the last 32 bits are the IPv4 address."""
+"""Prefix under which pods without IPv4 see IPv4 addresses (RFC 6052): the last 32 bits are the IPv4 address."""
 _NOT_PUBLIC_6 = (
     *("::1/128", "fc00::/7", "fe80::/10", "ff00::/8"),
     *(f"{_NAT64 + int(net.network_address)}/{96 + net.prefixlen}" for net in map(ipaddress.IPv4Network, _NOT_PUBLIC)),
@@ -32,7 +32,7 @@ _NOT_PUBLIC_6 = (
 
 
 def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:
-    """The policies of a run, created before its first pod; none if the profile does not isolate runs."""
+    """Build the policies of a run, which are created before its first pod; none if the profile does not isolate runs."""
     if not network.isolate:
         return []
     ours = {"podSelector": {"matchLabels": {LABEL_JOB_UID: owner.uid}}}
@@ -68,14 +68,14 @@ def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, o
 
 
 def dns_rule(dns: DnsServers) -> dict[str, Any]:
-    """The egress rule by which all pods of a run reach DNS servers."""
+    """Build the egress rule that lets all pods of a run reach DNS servers."""
     servers = [*map(_namespace, dns.namespaces), *({"ipBlock": {"cidr": cidr}} for cidr in dns.cidrs)]
     ports = [{"protocol": protocol, "port": port} for port in dns.ports for protocol in ("UDP", "TCP")]
     return {**({"to": servers} if servers else {}), "ports": ports}
 
 
 def _namespace(name: str) -> dict[str, Any]:
-    """The pods of a namespace, as a peer."""
+    """Build the peer that means all pods of a namespace."""
     return {"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: name}}}
 
 

@@ -1,7 +1,7 @@
 """Where the pods of a role run and which queue admits them: the frozen placement in the terms of Kubernetes and Kueue.
 
-What a queue or an admission webhook puts into a Job or a pod afterwards (suspension, node selectors, tolerations, scheduling
-gates) belongs to them: nothing here is ever compared with what exists, or restored.
+Whatever a queue or an admission webhook adds to a Job or pod later (suspension, node selectors, tolerations, scheduling gates) is
+left alone: what is built here is never compared with existing objects, and never restored.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from finetune_job.plan.launch_plan import Placement
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 GATES_ANNOTATION = "kueue.x-k8s.io/admission-gated-by"
-"""Annotation with the comma-separated names of gates. Kueue keeps a Job with any of them in its queue and does not admit it.
-They can only be set when the Job is created, and be removed later.
+"""Annotation with the comma-separated names of gates. Kueue keeps a Job with any gate in its queue and does not admit it.
+Gates can be set only when the Job is created; later they can be removed.
 https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/"""
 PREFLIGHT_GATE = "finetune.dev/preflight"
 
 
 def apply_placement(template: dict[str, Any], placement: Placement, role: Role) -> None:
-    """Put the placement of a role into the template of its pods. Labels that the template already has are ours and stay."""
+    """Add the placement of a role to the template of its pods. Labels that the template already has are ours and stay."""
     pods, metadata, spec = placement.pods.of(role), template["metadata"], template["spec"]
     metadata["labels"] = {**pods.labels, **metadata["labels"]}
     if pods.annotations:
@@ -49,7 +49,7 @@ def apply_placement(template: dict[str, Any], placement: Placement, role: Role) 
 def queue_labels(placement: Placement, role: Role) -> dict[str, str]:
     """Labels of a role's Jobs by which Kueue finds their queue and priority; none without a queue.
 
-    They are set on the Jobs and never on the FineTuneJob, where a queue that manages custom kinds would hold every role back.
+    They are set only on the Jobs. On the FineTuneJob, a queue that manages custom kinds would see them and hold every role back.
     """
     pods = placement.pods.of(role)
     if pods.queue_name is None:

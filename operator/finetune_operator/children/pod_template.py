@@ -3,7 +3,7 @@ and the rule for failing pods.
 
 None of our settings are environment variables: a container reads the plan. Variables configure only the libraries through which
 ranks communicate (NCCL, Gloo, UCX; from the profile) and the authorities that OpenSSL trusts. Credentials are files that the
-kubelet mounts, in the fetch and the publish pod alone. No pod holds Kubernetes credentials.
+kubelet mounts, only in the fetch and publish pods. No pod has Kubernetes credentials.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ from finetune_operator.children.frozen_run import FrozenRun, labels
 from finetune_operator.children.placement import apply_placement
 
 CONTAINER_NAME = "trainer"
-SCRATCH_MOUNT = "/tmp"  # noqa: S108 - a volume of the pod's own
-"""The only writable place besides the claims; also the home directory."""
-SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - a volume of the pod's own
+SCRATCH_MOUNT = "/tmp"  # noqa: S108 - the pod's own volume
+"""The only writable directory besides the claims and shared memory; also the home directory."""
+SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - the pod's own volume
 """Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
 CA_FILE = "ca.crt"
 DISK = "ephemeral-storage"
 SHARED_MEMORY_VOLUME = "shared-memory"
 """Name of the volume at SHARED_MEMORY_MOUNT, which is in memory."""
-INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
-_INDEX_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def pod_template(
@@ -56,21 +54,12 @@ def pod_template(
     `credentials`: sources of a projected volume.
     """
     plan, placement = run.plan, run.placement
-    resources = (
-        resources
-        or {
-            Role.FETCH: placement.resources.fetch,
-            Role.PREFLIGHT: placement.resources.preflight,
-            Role.TRAIN: placement.resources.train,
-            Role.MERGE: placement.resources.merge,
-            Role.PUBLISH: placement.resources.publish,
-        }[role]
-    )
+    resources = resources or getattr(placement.resources, role.value)
     amounts = {"cpu": resources.cpu, "memory": resources.memory}
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
         amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)
     pods = placement.pods.of(role)
-    # A queue admits only resources that its quota names, and few quotas name the node's disk.
+    # A queue admits a pod only if its quota names all resources of the pod, and few quotas name the node's disk.
     if placement.scratch_storage is not None and pods.queue_name is None and DISK not in pods.extra_resources:
         amounts[DISK] = placement.scratch_storage
     claims = claim_access(plan, role)
@@ -88,7 +77,7 @@ def pod_template(
         {"name": "shared-memory", "mountPath": SHARED_MEMORY_MOUNT},
     ]
     for number, (claim, writable) in enumerate(sorted(claims.items())):
-        # Numbered, because a claim's name may hold dots, which a volume's name may not.
+        # Volumes are numbered, because a claim's name may contain dots, and a volume's name may not.
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": f"{CLAIMS_MOUNT}/{claim}", "readOnly": not writable})
     if credentials:
@@ -99,7 +88,7 @@ def pod_template(
         items = [{"key": placement.ca_bundle.key, "path": CA_FILE}]
         volumes.append({"name": "authorities", "configMap": {"name": placement.ca_bundle.config_map, "items": items}})
         mounts.append({"name": "authorities", "mountPath": CA_MOUNT, "readOnly": True})
-        # OpenSSL reads it, and so do the clients of the Hub, of object stores and of registries.
+        # OpenSSL and the clients of the Hub, of object stores and of registries read this variable.
         variables.append({"name": "SSL_CERT_FILE", "value": f"{CA_MOUNT}/{CA_FILE}"})
     container: dict[str, Any] = {
         "name": CONTAINER_NAME,
@@ -129,33 +118,16 @@ def pod_template(
 
 
 def plan_arguments(run: FrozenRun, role: Role, attempt: int) -> list[str]:
-    """The arguments that every role takes."""
-    return [
-        str(role),
-        "--plan",
-        f"{PLAN_MOUNT}/{PLAN_KEY}",
-        "--plan-sha256",
-        run.plan_sha256,
-        "--attempt",
-        str(attempt),
-    ]
-
-
-def index_variable() -> dict[str, Any]:
-    """The pod's completion index as a variable that arguments can name.
-
-    The Job controller adds the same variable by itself. It is declared because `$(NAME)` in an argument is expanded only if the
-    variable is declared before, and the controller leaves a declared one alone.
-    """
-    return {"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_FIELD}}}
+    """Return the arguments that every role takes."""
+    return [str(role), "--plan", f"{PLAN_MOUNT}/{PLAN_KEY}", "--plan-sha256", run.plan_sha256, "--attempt", str(attempt)]
 
 
 def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
-    """Claims that a role's pods mount, each once, with whether they may write to it.
+    """Claim that a role's pods mount -> whether they may write to it.
 
-    Fetch and publish mount the workspace alone: pods that reach out of the cluster mount no other claim of the user. Training
-    reads prepared data from the workspace and leaves its weights there, so its pods mount neither the raw data nor the output.
-    A claim that is also the workspace or the output is writable.
+    Fetch and publish can reach addresses outside the cluster, so their pods mount only the workspace and no other claim of the
+    user. Training reads prepared data from the workspace and writes its weights there, so its pods mount neither the raw data nor
+    the output. If one claim holds both something that is read and the workspace or output, it is writable.
     """
     if role in (Role.FETCH, Role.PUBLISH):
         return {plan.workspace.claim: True}
@@ -197,4 +169,4 @@ DISRUPTION_FAILS_THE_JOB: dict[str, Any] = {
     "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 }
 """The only rule for failing pods. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure, because
-ranks that are suspended exit at different moments; and a Job without retries fails on any other failure anyway."""
+suspended ranks exit at different moments. Any other failure fails the Job anyway, because it has no retries."""

@@ -6,11 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from finetune_job.failures import EXIT_CODES, PROCESS_FAILURES
 from finetune_job.names import (
-    ATTEMPT_FILE,
-    ATTEMPT_MOUNT,
-    LABEL_ATTEMPT,
     OBSERVE_PORT,
     RENDEZVOUS_PORT,
     TRAIN_GRACE_PERIOD_SECONDS,
@@ -21,34 +17,31 @@ from finetune_job.names import (
 )
 from finetune_operator.children.frozen_run import FrozenRun, Owner, labels, metadata
 from finetune_operator.children.placement import GATES_ANNOTATION, PREFLIGHT_GATE, queue_labels
-from finetune_operator.children.pod_template import (
-    DISRUPTION_FAILS_THE_JOB,
-    INDEX_VARIABLE,
-    index_variable,
-    plan_arguments,
-    pod_template,
-)
+from finetune_operator.children.pod_template import DISRUPTION_FAILS_THE_JOB, plan_arguments, pod_template
+
+INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
-def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
-    """The Job of the gang for its queue, which must not admit it before the gate of preflight is removed.
+def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: int = 0) -> dict[str, Any]:
+    """Build the gang's Job for its queue, which must not admit it before preflight's gate is removed.
 
-    It is suspended from the beginning: if no queue manages it, it must not start either.
+    The Job is suspended from the beginning, so that it does not start even if no queue manages it.
     """
-    job = train_job(run, attempt, nodes)
+    job = train_job(run, attempt, nodes, restarts)
     job["metadata"]["annotations"][GATES_ANNOTATION] = PREFLIGHT_GATE
     job["spec"]["suspend"] = True
     return job
 
 
-def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[str, Any]:
-    """The Job of the gang of one attempt: one pod per node, with the completion index as node rank. nodes: None for those of
-    the plan.
+def train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: int = 0) -> dict[str, Any]:
+    """Build the gang's Job for one attempt: one pod per node, with the completion index as node rank.
+
+    nodes: None for the plan's number. restarts: how often ranks may be started again in their pod, if the gang has one pod.
 
     `suspend` is left unset, because a queue's webhook sets it. There is no deadline and no time to live, because the operator
     handles both.
     """
-    # Names have room for the largest gang, so that they do not depend on the size of an attempt.
+    # Names leave room for the indexes of the largest gang, so they do not depend on the size of an attempt.
     owner, most = run.owner, run.plan.parallelism.nodes
     pods = most if nodes is None else nodes
     arguments = [
@@ -59,15 +52,17 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
         master_address(owner.name, owner.namespace, attempt, most),
         "--master-port",
         str(RENDEZVOUS_PORT),
-        # Otherwise it is the plan's number, because trainers of earlier releases do not know this argument.
+        # The argument is only for elastic gangs, because trainers of earlier releases do not know it.
         *(["--nodes", str(pods)] if run.plan.parallelism.min_nodes is not None else []),
+        *(["--restarts", str(restarts)] if pods == 1 and restarts > 0 else []),
     ]
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
     template["spec"]["subdomain"] = service_name(owner.name)
     container = template["spec"]["containers"][0]
-    container["env"].append(index_variable())
-    if run.placement.restart_in_pod and most == 1:
-        _restart_in_pod(template["spec"], container)
+    # The Job controller would add the same variable. It is declared here because `$(NAME)` in an argument is expanded only if the
+    # variable is already declared, and the controller does not change a declared variable.
+    index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
+    container["env"].append({"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": index}})
     container["ports"] = [
         {"name": "rendezvous", "containerPort": RENDEZVOUS_PORT, "protocol": "TCP"},
         {"name": "observe", "containerPort": OBSERVE_PORT, "protocol": "TCP"},
@@ -86,25 +81,10 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None) -> dict[st
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": head, "spec": spec}
 
 
-def _restart_in_pod(pod: dict[str, Any], container: dict[str, Any]) -> None:
-    """Have the kubelet restart the container if only its processes failed.
-
-    The container waits for its number in the file that follows the pod's label. Kubelets and API servers before 1.35 do not
-    know the rule, so the pod fails there.
-    """
-    codes = sorted(EXIT_CODES[failure] for failure in PROCESS_FAILURES)
-    container["restartPolicy"] = "Never"
-    container["restartPolicyRules"] = [{"action": "Restart", "exitCodes": {"operator": "In", "values": codes}}]
-    container["args"] += ["--attempt-file", f"{ATTEMPT_MOUNT}/{ATTEMPT_FILE}"]
-    label = {"path": ATTEMPT_FILE, "fieldRef": {"fieldPath": f"metadata.labels['{LABEL_ATTEMPT}']"}}
-    pod["volumes"].append({"name": "attempt", "downwardAPI": {"items": [label]}})
-    container["volumeMounts"].append({"name": "attempt", "mountPath": ATTEMPT_MOUNT, "readOnly": True})
-
-
 def gang_service(owner: Owner) -> dict[str, Any]:
-    """The Service of the gang, one for all attempts.
+    """Build the gang's Service, which serves all attempts.
 
-    Addresses are published before the pods are ready: a rank becomes ready only after it has met the others.
+    Addresses are published before the pods are ready, because a rank becomes ready only after it has met the others.
     """
     spec = {
         "clusterIP": "None",

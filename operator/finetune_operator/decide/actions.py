@@ -3,9 +3,9 @@
 1. `status`, one write with the observed resourceVersion as precondition. If it is refused (409) or fails, nothing else is
    done, and the job is reconciled again from what is then observed. So a freeze is written before the first child exists, and
    the number of the next attempt (with the evidence of the last) before anything is deleted.
-2. `deletes`, propagation policy Foreground, the UID as precondition; "not found" and "another UID" count as done.
-3. `ungates` and `relabels`, the UID as precondition.
-4. `creates`; "already exists" counts as done where the controller owner is this job, else the object is a conflict.
+2. `deletes`, with propagation policy Foreground and the UID as precondition; "not found" and "another UID" count as done.
+3. `ungates`, with the UID as precondition.
+4. `creates`; "already exists" counts as done if the controller owner is this job, otherwise the object is a conflict.
 5. `events`.
 
 The executor may die between any two steps: the next pass starts again from what is observed.
@@ -26,7 +26,7 @@ DeletedKind = Literal["Job", "Service", "ConfigMap", "NetworkPolicy", "Pod"]
 
 @dataclass(frozen=True)
 class Create:
-    """Create an object; it holds apiVersion, kind, namespace and name."""
+    """Create an object. `body` has at least apiVersion, kind, namespace and name."""
 
     body: Mapping[str, Any]
 
@@ -48,9 +48,9 @@ class Delete:
     kind: DeletedKind
     name: str
     uid: str
-    """Precondition, so that another object which has taken the name since is left alone."""
+    """Precondition of the deletion, so that an object that has got the name since then is left alone."""
     force: bool = False
-    """Whether to delete without a grace period: only a pod whose node is lost, and only if the profile allows it."""
+    """Whether to delete without a grace period: only for a pod whose node is lost, and only if the profile allows it."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,9 @@ class Ungate:
 
     name: str
     uid: str
-    """Precondition."""
+    """Precondition of the write."""
     remaining: tuple[str, ...]
     """Gates of other controllers, which stay."""
-
-
-@dataclass(frozen=True)
-class Relabel:
-    """Write the number of an attempt into the label of a pod, so that the pod may run it."""
-
-    name: str
-    uid: str
-    """Precondition."""
-    attempt: int
 
 
 @dataclass(frozen=True)
@@ -91,10 +81,9 @@ class Actions:
     """The new status; None if the observed one still holds."""
     deletes: tuple[Delete, ...] = ()
     ungates: tuple[Ungate, ...] = ()
-    relabels: tuple[Relabel, ...] = ()
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
     news: tuple[Finding, ...] = ()
     """Findings that are new for this generation of the job; they are counted once the status is written."""
     requeue_after_seconds: float | None = None
-    """Seconds until the next deadline, when to look again even if nothing has changed."""
+    """Seconds until the job is looked at again even if nothing changes: the time to the next deadline."""

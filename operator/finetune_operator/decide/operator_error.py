@@ -1,4 +1,4 @@
-"""Reports in a job's status that the passes over it fail. No pass can report that itself, so this works on the stored status.
+"""Reports in a job's status that its passes fail. A failing pass cannot report that itself, so this works on the stored status.
 
 `Ready` has the reason `OperatorError` from the eighth failure in a row on, after about a minute. It stays until a pass has
 succeeded completely: otherwise a pass that writes status and fails after that would remove the message each time.
@@ -14,13 +14,13 @@ from finetune_job.conditions import ConditionValue, find_condition, initial_cond
 from finetune_job.finding import MAX_TEXT_LENGTH
 from finetune_job.reasons import STAGES, ConditionType, Reason
 
-FAILURES_BEFORE_TOLD = 8
-"""Failed passes in a row before the job's status reports them: fewer happen while an API server is replaced."""
+FAILURES_BEFORE_REPORT = 8
+"""Failed passes in a row before the job's status reports them; fewer are normal while an API server is replaced."""
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 
 
 def with_operator_error(status: Mapping[str, Any], generation: int, now: str, words: str) -> dict[str, Any] | None:
-    """Return the part of a stored status that reports the error; None if it does already, or if the job has ended.
+    """Return the part of a status that reports the error; None if the stored status reports it already, or if the job has ended.
 
     Parts of the status that are not understood stay: they may be why the passes fail.
     """
@@ -47,16 +47,16 @@ def with_operator_error(status: Mapping[str, Any], generation: int, now: str, wo
     return {"conditions": conditions}
 
 
-def is_told(status: FineTuneJobStatus) -> bool:
+def is_reported(status: FineTuneJobStatus) -> bool:
     """Whether the status reports an error of the operator."""
     ready = find_condition(status.conditions, ConditionType.READY)
     return ready is not None and ready.reason == Reason.OPERATOR_ERROR
 
 
 def with_error_kept(before: FineTuneJobStatus, after: FineTuneJobStatus | None) -> FineTuneJobStatus | None:
-    """Return what a pass may write of `after` before it is known whether the pass succeeds; None if nothing."""
+    """Return the part of `after` that may be written before it is known whether the pass succeeds; None if there is none."""
     ready = find_condition(before.conditions, ConditionType.READY)
-    if after is None or ready is None or not is_told(before) or is_condition_true(after.conditions, ConditionType.FINISHED):
+    if after is None or ready is None or not is_reported(before) or is_condition_true(after.conditions, ConditionType.FINISHED):
         return after
     conditions = [ready if condition.type is ConditionType.READY else condition for condition in after.conditions]
     kept = after.model_copy(update={"conditions": conditions})

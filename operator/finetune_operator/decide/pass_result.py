@@ -1,6 +1,6 @@
 """The actions of one pass while they are being decided, and findings as status shows them.
 
-Stages request what they want. Nothing is compared before the end, so that a condition that is set twice in a pass changes at
+Stages request what they want. Nothing is compared before the end, so a condition that is set twice in a pass changes at
 most once, and a pass that changes nothing writes nothing.
 """
 
@@ -16,19 +16,19 @@ from finetune_job.conditions import ConditionValue, find_condition, initial_cond
 from finetune_job.finding import MAX_TEXT_LENGTH, Finding
 from finetune_job.reasons import ConditionType, Reason
 from finetune_job.stored_status import with_short_findings
-from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Relabel, Ungate
-from finetune_operator.decide.children_seen import BatchJobView, PodView
-from finetune_operator.decide.observed import JobView
-from finetune_operator.decide.operator_error import is_told, ready_without_error
-from finetune_operator.decide.stage import is_ended
-from finetune_operator.decide.times import timestamp
+from finetune_operator.decide.actions import Actions, Create, Delete, DeletedKind, Emit, Ungate
+from finetune_operator.decide.operator_error import is_reported, ready_without_error
+from finetune_operator.decide.seen.children_seen import BatchJobView
+from finetune_operator.decide.seen.observed import JobView
+from finetune_operator.decide.seen.stage import is_ended
+from finetune_operator.decide.seen.times import timestamp
 
 EVENT_LIMIT = 1024
-"""Characters of an event's message."""
+"""Maximum length of an event's message, in characters."""
 EVENTS_OF_FINDINGS = 16
-"""Number of findings that one pass reports as events; status holds all of them."""
+"""Maximum number of findings that one pass reports as events; status also has the others."""
 FINDINGS_LIMIT = 64
-"""Number of findings that status holds at most."""
+"""Maximum number of findings in status."""
 
 
 @dataclass
@@ -41,18 +41,15 @@ class PassResult:
     _conditions: dict[ConditionType, tuple[ConditionValue, Reason, str]] = field(default_factory=dict)
     _deletes: dict[tuple[str, str], Delete] = field(default_factory=dict)
     _ungates: list[Ungate] = field(default_factory=list)
-    _relabels: list[Relabel] = field(default_factory=list)
     _creates: list[Create] = field(default_factory=list)
     _events: list[Emit] = field(default_factory=list)
     _requeue_after_seconds: float | None = None
 
     def set(self, **values: Any) -> None:
-        """Set fields of the status by their Python names; the values must be valid, nothing is parsed again."""
+        """Set fields of the status by their Python names. The values must be valid, because nothing is parsed again. Each finding
+        that is new for this generation of the job becomes an event.
+        """
         self._values.update(values)
-
-    def find(self, findings: Sequence[Finding]) -> None:
-        """Set the findings. Each finding that is new for this generation of the job becomes an event."""
-        self.set(findings=list(findings))
 
     def has_value(self, name: str) -> bool:
         """Whether a field of the status was set in this pass."""
@@ -63,7 +60,7 @@ class PassResult:
         self._conditions[kind] = (status, reason, message[:MAX_TEXT_LENGTH])
 
     def stall(self, reason: Reason, message: str) -> None:
-        """Stall the job until a human acts. Emits an event unless it was stalled for this reason before."""
+        """Stall the job until a human acts. Emits an event unless the job was already stalled for this reason."""
         before = find_condition(self.job.status.conditions, ConditionType.STALLED)
         if before is None or before.status != "True" or before.reason != reason:
             self.emit("Warning", reason, message)
@@ -71,7 +68,7 @@ class PassResult:
         self.condition(ConditionType.READY, False, reason, message)
 
     def warn_once(self, kind: ConditionType, reason: Reason, message: str) -> None:
-        """Emit a warning, unless the condition of that type had this reason before."""
+        """Emit a warning, unless the condition of type `kind` already had this reason."""
         before = find_condition(self.job.status.conditions, kind)
         if before is None or before.reason != reason:
             self.emit("Warning", reason, message)
@@ -90,10 +87,6 @@ class PassResult:
         remaining = tuple(other for other in batch_job.admission_gates if other != gate)
         self._ungates.append(Ungate(batch_job.name, batch_job.uid, remaining))
 
-    def relabel(self, pod: PodView, attempt: int) -> None:
-        """Let a pod run an attempt."""
-        self._relabels.append(Relabel(pod.name, pod.uid, attempt))
-
     def create(self, body: Mapping[str, Any]) -> None:
         """Create a child."""
         self._creates.append(Create(body))
@@ -103,38 +96,39 @@ class PassResult:
         self._events.append(Emit(kind, reason, message[:EVENT_LIMIT]))
 
     def requeue_after(self, seconds: float) -> None:
-        """Look again after so many seconds at the latest."""
+        """Look again no later than after this number of seconds."""
         seconds = max(seconds, 0.0)
         self._requeue_after_seconds = (
             seconds if self._requeue_after_seconds is None else min(self._requeue_after_seconds, seconds)
         )
 
     def requeue_at(self, moment: datetime) -> None:
-        """Look again at a moment at the latest."""
+        """Look again no later than at `moment`."""
         self.requeue_after((moment - self.now).total_seconds())
 
     def actions(self) -> Actions:
         """Return the actions that were decided."""
         status = self._status()
-        news = self._news()
-        # A stage may have requested creates before the job ended.
-        creates = () if is_ended(status) else tuple(self._creates)
-        return Actions(
-            status=None if status == self.job.status else status,
-            deletes=tuple(self._deletes.values()),
-            ungates=tuple(self._ungates),
-            relabels=tuple(self._relabels),
-            creates=creates,
-            events=(*self._events, *map(_event, news[:EVENTS_OF_FINDINGS])),
-            news=news,
-            requeue_after_seconds=self._requeue_after_seconds,
-        )
-
-    def _news(self) -> tuple[Finding, ...]:
         before = self.job.status
         is_judged_before = before.observed_generation == self.job.generation
         known = {(finding.rule, finding.field) for finding in before.findings} if is_judged_before else set()
-        return tuple(finding for finding in self._values.get("findings", ()) if (finding.rule, finding.field) not in known)
+        findings: Sequence[Finding] = self._values.get("findings", ())
+        news = tuple(finding for finding in findings if (finding.rule, finding.field) not in known)
+        for finding in news[:EVENTS_OF_FINDINGS]:
+            place = f"{finding.field}: " if finding.field else ""
+            kind: Literal["Normal", "Warning"] = "Warning" if finding.severity == "error" else "Normal"
+            self.emit(kind, Reason.FINDING, f"{finding.rule}: {place}{finding.message} {finding.fix}")
+        # A stage may have requested creates before the job ended.
+        creates = () if is_ended(status) else tuple(self._creates)
+        return Actions(
+            status=None if status == before else status,
+            deletes=tuple(self._deletes.values()),
+            ungates=tuple(self._ungates),
+            creates=creates,
+            events=tuple(self._events),
+            news=news,
+            requeue_after_seconds=self._requeue_after_seconds,
+        )
 
     def _status(self) -> FineTuneJobStatus:
         before = self.job.status
@@ -144,7 +138,7 @@ class PassResult:
             conditions = initial_conditions(generation=self.job.generation, now=now)
         for kind, (status, reason, message) in self._conditions.items():
             conditions = with_condition(conditions, kind, status, reason, message, generation=self.job.generation, now=now)
-        if is_told(before) and ConditionType.READY not in self._conditions:
+        if is_reported(before) and ConditionType.READY not in self._conditions:
             status, reason, message = ready_without_error(conditions)
             ready = ConditionType.READY
             conditions = with_condition(conditions, ready, status, reason, message, generation=self.job.generation, now=now)
@@ -160,12 +154,6 @@ class PassResult:
         )
 
 
-def _event(finding: Finding) -> Emit:
-    place = f"{finding.field}: " if finding.field else ""
-    kind: Literal["Normal", "Warning"] = "Warning" if finding.severity == "error" else "Normal"
-    return Emit(kind, Reason.FINDING, f"{finding.rule}: {place}{finding.message} {finding.fix}"[:EVENT_LIMIT])
-
-
 def status_findings(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings as status shows them."""
+    """Return the findings that status shows: the first ones, with shortened strings."""
     return [finding.shortened(MAX_TEXT_LENGTH) for finding in findings[:FINDINGS_LIMIT]]

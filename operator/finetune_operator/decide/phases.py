@@ -8,7 +8,7 @@ from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import find_condition
 from finetune_job.names import Role
 from finetune_job.reasons import STAGES, ConditionType, Reason
-from finetune_operator.decide.times import moment_after
+from finetune_operator.decide.seen.times import moment_after
 
 FIRST_STEP = "first_step"
 """The time from the start of the job to the first optimizer step."""
@@ -16,7 +16,7 @@ PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "pull
 
 
 def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
-    """Seconds of each phase whose beginning and end are in the status, by the names of `PHASES`."""
+    """Name from `PHASES` -> seconds, for each phase whose beginning and end are in the status."""
     done = {kind: _time_of(status, kind) for kind in STAGES}
     skipped = {
         kind for kind in STAGES if (condition := find_condition(status.conditions, kind)) and condition.reason == Reason.SKIPPED
@@ -35,15 +35,12 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
         "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
         "queue": (done[ConditionType.PREPARED], released),
         "schedule": (released, scheduled),
-        # Volumes and network; a kubelet that does not report the pull separately has it here, too.
+        # Volumes and network, and also the pull of the image if the kubelet does not report it separately.
         "startup": (scheduled, running if prepared is None else prepared),
         "pull": (prepared, running),
         "train": (running, trained),
         "merge": (trained, None if ConditionType.MERGED in skipped else done[ConditionType.MERGED]),
-        "publish": (
-            done[ConditionType.MERGED],
-            None if ConditionType.PUBLISHED in skipped else done[ConditionType.PUBLISHED],
-        ),
+        "publish": (done[ConditionType.MERGED], None if ConditionType.PUBLISHED in skipped else done[ConditionType.PUBLISHED]),
         FIRST_STEP: (start, stepped),
     }
     return {phase: max(end - begun, 0.0) for phase, (begun, end) in spans.items() if begun is not None and end is not None}

@@ -1,11 +1,11 @@
-"""The status of a FineTuneProfile: whether jobs can name it, with the same messages as in the status of such a job."""
+"""The status of a FineTuneProfile: whether jobs can name it. Its messages are those in the status of a job that names it."""
 
 from __future__ import annotations
 
 from finetune_job.api.status import Condition, FineTuneProfileStatus
 from finetune_job.conditions import with_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import NamespaceView, ProfileView
+from finetune_operator.decide.seen.observed import NamespaceView, ProfileView
 
 
 def invalid_profile(profile: ProfileView) -> str:
@@ -14,27 +14,24 @@ def invalid_profile(profile: ProfileView) -> str:
 
 
 def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView | None) -> str:
-    """Why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: its labels, if the profile
-    selects by them.
+    """Explain why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: the namespace with its
+    labels, if the profile selects by labels.
     """
-    if profile.spec is None or profile.spec.allows_namespace(name):
-        return _refused_by_labels(profile, name, namespace or NamespaceView(error="it was not read"))
-    return (
-        f"FineTuneProfile {profile.name!r} is not for namespace {name!r} (allowedNamespaces). Name another profile, or ask the "
-        "platform team to add the namespace."
-    )
-
-
-def _refused_by_labels(profile: ProfileView, name: str, namespace: NamespaceView) -> str:
-    selector = profile.spec.namespace_selector if profile.spec is not None else None
-    if selector is None:
+    spec = profile.spec
+    if spec is not None and not spec.allows_namespace(name):
+        return (
+            f"FineTuneProfile {profile.name!r} is not for namespace {name!r} (allowedNamespaces). Name another profile, or ask "
+            "the platform team to add the namespace."
+        )
+    if spec is None or spec.namespace_selector is None:
         return ""
+    namespace = namespace or NamespaceView(error="it was not read")
     if namespace.error:
         return (
             f"FineTuneProfile {profile.name!r} asks for labels of the namespace (namespaceSelector), and the operator cannot "
-            f"read Namespace {name!r}: {namespace.error}. Name another profile, or ask the platform team for the right."
+            f"read Namespace {name!r}: {namespace.error}. Name another profile, or ask the platform team for the permission."
         )
-    if not selector.selects(namespace.labels):
+    if not spec.namespace_selector.selects(namespace.labels):
         return (
             f"FineTuneProfile {profile.name!r} is not for namespace {name!r}, whose labels are not those of its "
             "namespaceSelector. Name another profile, or ask the platform team to label the namespace."
@@ -43,7 +40,7 @@ def _refused_by_labels(profile: ProfileView, name: str, namespace: NamespaceView
 
 
 def profile_status(profile: ProfileView, before: list[Condition], *, generation: int, now: str) -> FineTuneProfileStatus:
-    """The status of a profile. `before`: its conditions as they are; `now`: RFC 3339."""
+    """Return the status of a profile. `before`: its current conditions; `now`: RFC 3339."""
     ready, reason, message = True, Reason.ACCEPTED, "Jobs can name it."
     if profile.spec is None:
         ready, reason, message = False, Reason.PROFILE_INVALID, invalid_profile(profile)

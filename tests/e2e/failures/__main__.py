@@ -4,8 +4,6 @@ Prints the table and keeps it in docs/how-to/results.md. The exit code is 1 when
 machine cannot run nodes.
 """
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Something that the pods need is missing or used up; it comes, and the job continues as if nothing had been."""
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from typing import Any

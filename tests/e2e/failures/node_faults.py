@@ -1,7 +1,5 @@
 """A pod is taken away, or its node: deleted, evicted, drained, without power, without network, or tainted."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A rank dies, hangs, takes too much memory, or is fed with bad data."""
 
-from __future__ import annotations
-
 import os
 import signal
 

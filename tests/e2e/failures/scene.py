@@ -1,7 +1,5 @@
 """One job on the real nodes while something breaks: start it, wait for its steps, note the time of the fault, and follow it."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable
@@ -185,6 +183,17 @@ class Scene:
         self.seconds = time.monotonic() - self._started
         self._resumes = kept > 0 and first == kept + 1
 
+    def wait_for_step_after_restart_in_pod(self, number: int) -> None:
+        """Wait until the ranks were started again for the `number`-th time in the first pod and have trained a step."""
+
+        def trained() -> bool:
+            starts = [line["step"] for line in self._lines("accounts.jsonl") if line["kind"] == "started"]
+            return len(starts) > number and self.last_step() > starts[number]
+
+        self.wait(trained, f"a step after restart {number} in the pod")
+        assert self._started is not None, "the case never started its clock"
+        self.seconds = time.monotonic() - self._started
+
     def finish(self) -> Outcome:
         """Wait until the job has ended or needs a human, and say what was seen."""
 
@@ -227,8 +236,12 @@ class Scene:
             raise ClusterError(f"{error}\n{json.dumps(self.status(), indent=2)}") from error
 
     def _history(self) -> list[dict[str, Any]]:
-        """The lines of the run's history; the last one may be half written."""
-        found = list(self.stack.directory.glob(f"claims/workspace/{self.name}-????????/history.jsonl"))
+        """The lines of the run's history."""
+        return self._lines("history.jsonl")
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        """The lines of a file of the workspace; the last one may be half written."""
+        found = list(self.stack.directory.glob(f"claims/workspace/{self.name}-????????/{name}"))
         if not found:
             return []
         lines = []

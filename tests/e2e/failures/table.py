@@ -1,7 +1,5 @@
 """The table of failures: kept as JSON in bench/results, and from there in docs/how-to/results.md."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

@@ -1,9 +1,16 @@
 """One entry of the decision table: what is written about a pitfall, what the locked libraries do, and what this product does."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
+import tomllib
 from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+FOLDER = Path(__file__).parent / "data"
+COUNT = 173
+_entry = dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 
 
 class Severity(StrEnum):
@@ -16,34 +23,38 @@ class Severity(StrEnum):
     NOTICE = "notice only"
 
 
-@dataclass(frozen=True)
+@_entry
 class Reproduced:
     """The locked libraries do what was reported."""
 
+    kind: Literal["reproduced"]
     tests: tuple[str, ...]
     """Tests that show it: `tests/pitfalls/test_x.py::test_y`, without parameters."""
 
 
-@dataclass(frozen=True)
+@_entry
 class Changed:
     """The locked libraries do something else than was reported."""
 
+    kind: Literal["changed"]
     now: str
     tests: tuple[str, ...]
     """Tests that show what they do now."""
 
 
-@dataclass(frozen=True)
+@_entry
 class NotReproduced:
     """Nothing was run on the locked versions: it needs a GPU, another version of a library, or a path that this product lacks."""
 
+    kind: Literal["not-run"]
     reason: str
 
 
-@dataclass(frozen=True)
+@_entry
 class Refused:
     """A job with such settings is refused, or accepted with a warning where every rule named here only warns."""
 
+    kind: Literal["refused"]
     rules: tuple[str, ...] = ()
     """Ids of rules of the book."""
     preflight: tuple[str, ...] = ()
@@ -54,23 +65,25 @@ class Refused:
     """Tests of the refusal; needed where no rule is named, because a rule names its own."""
 
 
-@dataclass(frozen=True)
+@_entry
 class Avoided:
     """Such settings are accepted, and come to no harm under this trainer."""
 
+    kind: Literal["avoided"]
     how: str
     tests: tuple[str, ...]
     """Tests that show it on the trainer's, the merge's or preflight's own path."""
 
 
-@dataclass(frozen=True)
+@_entry
 class NotApplicable:
     """No job can come to this: the setting, the library path or the version does not exist here."""
 
+    kind: Literal["not-applicable"]
     reason: str
 
 
-@dataclass(frozen=True)
+@_entry
 class Entry:
     """A pitfall."""
 
@@ -83,7 +96,15 @@ class Entry:
     """Settings that bring it about, in the libraries' terms."""
     result: str
     """What the libraries then do."""
-    evidence: Reproduced | Changed | NotReproduced
-    decision: Refused | Avoided | NotApplicable
+    evidence: Annotated[Reproduced | Changed | NotReproduced, Field(discriminator="kind")]
+    decision: Annotated[Refused | Avoided | NotApplicable, Field(discriminator="kind")]
     sources: tuple[str, ...] = ()
     """Issues, documentation, source files; none where it was only ever measured."""
+
+
+def entries() -> list[Entry]:
+    """Read all entries of data/*.toml, in the order of their numbers. Raises ValueError for keys that an entry does not have."""
+    written = [
+        pitfall for path in FOLDER.glob("*.toml") for pitfall in tomllib.loads(path.read_text(encoding="utf-8"))["pitfall"]
+    ]
+    return sorted(TypeAdapter(list[Entry]).validate_python(written), key=lambda entry: entry.number)

@@ -1,14 +1,11 @@
 """The page docs/reference/pitfalls.md from the entries."""
 
-from __future__ import annotations
-
 from collections import Counter
 from importlib.metadata import version
 from pathlib import PurePosixPath
 
 from finetune_job.rules.book import rule_by_id
-from tests.pitfalls.catalogue.entry import Avoided, Changed, Entry, NotApplicable, NotReproduced, Refused, Reproduced
-from tests.pitfalls.catalogue.read import entries
+from tests.pitfalls.catalogue.entry import Avoided, Changed, Entry, NotApplicable, NotReproduced, Refused, Reproduced, entries
 
 LIBRARIES = ("torch", "transformers", "peft", "accelerate", "trl", "bitsandbytes")
 _HEAD = """# Pitfalls and decisions
@@ -46,22 +43,11 @@ def decision(entry: Entry) -> str:
             return "not applicable"
 
 
-def evidence(entry: Entry) -> str:
-    """reproduced, changed or not run."""
-    match entry.evidence:
-        case Reproduced():
-            return "reproduced"
-        case Changed():
-            return "changed"
-        case NotReproduced():
-            return "not run"
-
-
 def page() -> str:
     """The whole page."""
     table = entries()
     decided = Counter(decision(entry) for entry in table)
-    observed = Counter(evidence(entry) for entry in table)
+    observed = Counter(entry.evidence.kind for entry in table)
     head = _HEAD.format(
         versions=", ".join(f"{library} {version(library)}" for library in LIBRARIES),
         refused=decided["refused"],
@@ -70,7 +56,7 @@ def page() -> str:
         absent=decided["not applicable"],
         reproduced=observed["reproduced"],
         changed=observed["changed"],
-        not_run=observed["not run"],
+        not_run=observed["not-run"],
     )
     lines = [
         head,
@@ -96,25 +82,25 @@ def _row(entry: Entry) -> str:
 
 def _evidence(entry: Entry) -> str:
     match entry.evidence:
-        case Reproduced(tests):
+        case Reproduced(tests=tests):
             return f"reproduced: {_tests(tests)}"
-        case Changed(now, tests):
+        case Changed(now=now, tests=tests):
             return f"changed: {now.rstrip('.')} ({_tests(tests)})"
-        case NotReproduced(reason):
+        case NotReproduced(reason=reason):
             return f"not run: {reason}"
 
 
 def _decision(entry: Entry) -> str:
     match entry.decision:
-        case Refused(rules, preflight, schema, tests):
+        case Refused(rules=rules, preflight=preflight, schema=schema, tests=tests):
             parts = [f"[{name}](rules.md#{name})" for name in rules]
             parts += [f"preflight's `{name}`" for name in preflight]
             parts += [f"the schema: {schema}"] if schema else []
             parts += [_tests(tests)] if tests else []
             return "; ".join(parts)
-        case Avoided(how, tests):
+        case Avoided(how=how, tests=tests):
             return f"{how.rstrip('.')} ({_tests(tests)})"
-        case NotApplicable(reason):
+        case NotApplicable(reason=reason):
             return reason
 
 

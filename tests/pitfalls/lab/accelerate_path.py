@@ -4,8 +4,6 @@
 are called with an object that holds what they read of it.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Base, adapter and sharding of a case, as the libraries make them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from pathlib import Path

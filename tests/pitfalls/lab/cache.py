@@ -4,8 +4,6 @@ That is the case, every source of the lab, the versions of the libraries, and th
 result made by other sources is never found; `FINETUNE_LAB_CACHE=off` finds none at all.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

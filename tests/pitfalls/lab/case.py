@@ -1,7 +1,5 @@
 """What a case of the lab is: settings of the libraries, in their own words."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal

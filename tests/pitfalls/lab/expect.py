@@ -1,7 +1,5 @@
 """What tests expect of a case."""
 
-from __future__ import annotations
-
 from tests.pitfalls.lab.case import Case, Stage
 from tests.pitfalls.lab.observation import Observation
 from tests.pitfalls.lab.observe import observe

@@ -1,7 +1,5 @@
 """Whole tensors of a sharded model, by the names that they had before sharding. All ranks call these together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.pitfalls.lab.case import Case

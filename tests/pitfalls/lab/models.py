@@ -1,7 +1,5 @@
 """Tiny models of several architectures, with random weights that are the same every time."""
 
-from __future__ import annotations
-
 import fcntl
 from collections.abc import Mapping
 from pathlib import Path

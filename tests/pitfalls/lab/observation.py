@@ -1,7 +1,5 @@
 """What a case came to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from tests.pitfalls.lab.case import Stage

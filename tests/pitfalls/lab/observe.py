@@ -1,7 +1,5 @@
 """`observe(case)`: run a case on its ranks next to a single process with the same global batch, and compare."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import shutil

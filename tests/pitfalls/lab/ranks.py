@@ -1,7 +1,5 @@
 """Runs a function on several gloo ranks, which a fork server that has imported the libraries once makes in a moment."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import multiprocessing.connection

@@ -1,7 +1,5 @@
 """What each rank does for a case, stage by stage."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -185,9 +183,6 @@ def _merged(rank: int, case: Case, model: Any, tokens: Any, adapter: Path) -> di
             with whole.disable_adapter():
                 base = whole(input_ids=tokens).logits
             together = whole.merge_and_unload()(input_ids=tokens).logits
-            found = {
-                "merge_error": float((together - apart).abs().max()),
-                "merge_effect": float((apart - base).abs().max()),
-            }
+            found = {"merge_error": float((together - apart).abs().max()), "merge_effect": float((apart - base).abs().max())}
         distributed.barrier()
         return found

@@ -1,7 +1,5 @@
 """Jobs of the accepted manifest, and their plan on this machine."""
 
-from __future__ import annotations
-
 import yaml
 
 from finetune_cli.commands.run import local_plan

@@ -1,7 +1,5 @@
 """Manifests for the tests of the command line, and what is found in one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import yaml

@@ -1,7 +1,5 @@
 """YAML as Kubernetes means it: what words mean, what is refused, and what cannot blow up."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_cli.checks.validate import validate
@@ -20,6 +18,13 @@ def test_aliases_cannot_blow_up():
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     (finding,) = validate("\n".join(lines)).verdicts[0].findings
     assert "more than 100000 values" in finding.message
+
+
+@pytest.mark.parametrize(("letter", "many"), [("a", 1_500_001), ("é", 750_001)])
+def test_a_document_has_at_most_as_many_bytes_as_an_object_of_the_api_server(letter: str, many: int) -> None:
+    (finding,) = validate(f"a: b\n---\n{letter * many}\n").verdicts[0].findings
+    assert (finding.field, finding.message) == ("line 4", "is larger than 1500000 bytes")
+    assert read_documents(f"{letter * (many - 9)}\n---\n{letter * (many - 9)}\n")
 
 
 def test_dates_stay_text():

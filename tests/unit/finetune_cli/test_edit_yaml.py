@@ -1,7 +1,5 @@
 """An edited text reads as wanted; its comments, its layout and the other documents stay."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +13,7 @@ from hypothesis import strategies as st
 from finetune_cli import edit_yaml
 from finetune_cli.documents import DocumentError, read_documents
 from finetune_cli.edit_yaml import edit_document
+from tests.support.cases import table
 from tests.support.examples import examples
 from tests.unit.finetune_cli.manifests import Quoted
 
@@ -110,17 +109,7 @@ def test_there_are_examples() -> None:
     assert len(EXAMPLES) >= 26
 
 
-@pytest.mark.parametrize(
-    ("old", "value", "new"),
-    [
-        ('epochs: "3"  # passes', 3, "epochs: 3    # passes"),
-        ("epochs: '3'", 3, "epochs: 3"),
-        ("epochs: 'on'", True, "epochs: true"),
-        ("epochs: 'off'", "Cosine", "epochs: Cosine"),
-        ("epochs: 3", "3", 'epochs: "3"'),
-        ("epochs: [\"3\", '4']", ["3", 5], 'epochs: ["3", 5]'),
-    ],
-)
+@pytest.mark.parametrize(("old", "value", "new"), table(__file__, "test_a_new_value_does_not_take_the_quotes_of_the_old_one"))
 def test_a_new_value_does_not_take_the_quotes_of_the_old_one(old: str, value: Any, new: str) -> None:
     text = f"source: pvc://data/a.jsonl  # behind\n{old}\nname: 'b'\n"
     wanted = {"source": "pvc://data/a.jsonl", "epochs": value, "name": "b"}

@@ -1,9 +1,6 @@
-"""Pages that are generated: fresh, and true."""
-
-from __future__ import annotations
+"""Pages that are generated say what is true. That they are fresh is tested with the commands that write them."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,23 +8,16 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from finetune_cli import generate_coming_from, generate_commands, generate_fields
+from finetune_cli.answers import Panel
 from finetune_cli.app import app
 from finetune_cli.checks.validate import validate
-from finetune_cli.panels import Panel
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.crd import structural_schema
 from tests.unit.finetune_cli.manifests import ACCEPTED, Quoted
-
-DOCS = Path(__file__).parents[3] / "docs/reference"
-PAGES = {"fields": generate_fields.page, "commands": generate_commands.page, "coming-from": generate_coming_from.page}
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_pages_are_fresh(name: str) -> None:
-    program = f"finetune_cli.generate_{name.replace('-', '_')}"
-    assert (DOCS / f"{name}.md").read_text() == PAGES[name](), f"run: python -m {program} > docs/reference/{name}.md"
+from tools.pages import coming_from
+from tools.pages.commands import page as page_of_commands
+from tools.pages.fields import page as page_of_fields
 
 
 def paths(schema: dict[str, Any], path: str = "spec") -> set[str]:
@@ -61,7 +51,7 @@ def fields(page: str, kind: str) -> dict[str, list[str]]:
 
 
 def test_every_field_of_a_job_is_on_the_page_with_type_bounds_default_and_meaning() -> None:
-    rows = fields(generate_fields.page(), "FineTuneJob")
+    rows = fields(page_of_fields(), "FineTuneJob")
     assert JOB - {"spec"} <= set(rows)
     assert rows["spec.run.stallDeadlineSeconds"][0] == "integer: seconds; 60 to 604,800"
     assert rows["spec.data.maxSequenceLength"][0] == "integer: tokens; 8 to 1,048,576; default `2048`"
@@ -75,26 +65,26 @@ def test_every_field_of_a_job_is_on_the_page_with_type_bounds_default_and_meanin
 
 
 def test_fields_of_a_profile_that_each_role_has_are_told_once() -> None:
-    rows = fields(generate_fields.page(), "FineTuneProfile")
+    rows = fields(page_of_fields(), "FineTuneProfile")
     assert "spec.pods.train.schedulerName" in rows
     assert "spec.pods.merge.schedulerName" not in rows
     assert rows["spec.pods.merge"][1].endswith("Its fields are those of `spec.pods.train`.")
 
 
 def test_what_a_gpu_changes_is_told_of_fields_that_there_are() -> None:
-    named = set(re.findall(r"`(spec\.[A-Za-z.]+)`", generate_fields.page().partition("## FineTuneJob")[0]))
+    named = set(re.findall(r"`(spec\.[A-Za-z.]+)`", page_of_fields().partition("## FineTuneJob")[0]))
     assert len(named) > 6
     assert named - JOB - {"spec.parallelism"} == set()
 
 
 def test_every_command_is_on_the_page() -> None:
-    page = generate_commands.page()
+    page = page_of_commands()
     headings = ("validate [FILE]...", "estimate [FILE]", "run FILE", "attach NAME", "explain [WORD]")
     for heading in (f"finetune {each}" for each in headings):
         assert f"\n## {heading}\n" in page
     assert "| `--gpu-memory` | Memory of one device, as in 80Gi. Unset: the profile's. |" in page
     assert "| `--verify`, `--no-verify`<br>default `on` | Compare the result with base and adapter. |" in page
-    assert "| 130 | Ended by SIGINT or SIGTERM; a run can be continued. |" in page
+    assert "| 130 | Interrupted by SIGINT or SIGTERM; a run can be continued. |" in page
 
 
 def test_every_command_has_a_short_summary_and_a_panel() -> None:
@@ -112,20 +102,20 @@ def test_the_help_names_every_command_below_its_panel() -> None:
     assert sorted(shown) == sorted(typer.main.get_command(app).commands)
 
 
-SETTINGS = {(name, str(value)): value for settings in generate_coming_from.TOOLS.values() for name, value in settings.items()}
+SETTINGS = {(name, str(value)): value for settings in coming_from.TOOLS.values() for name, value in settings.items()}
 
 
 @pytest.mark.parametrize(("name", "_text"), SETTINGS)
 def test_a_setting_of_another_tool_is_answered_as_the_page_says(name: str, _text: str) -> None:
-    told = generate_coming_from.right_column(name, SETTINGS[name, _text])
+    told = coming_from.right_column(name, SETTINGS[name, _text])
     named = set(re.findall(r"spec(?:\.[a-zA-Z0-9]+)+", told))
     assert named <= JOB, told
     assert named or told.startswith("remove it: ")
     document = yaml.safe_load(ACCEPTED)
-    for part, settings in generate_coming_from.WRITTEN.items():
+    for part, settings in coming_from.WRITTEN.items():
         document["spec"][part] = document["spec"].get(part, {}) | settings
     training = document["spec"]["training"]
-    training.pop(generate_coming_from.SAME_NAME.get(name, "").removeprefix("training."), None)
+    training.pop(coming_from.SAME_NAME.get(name, "").removeprefix("training."), None)
     # Of a field that has the same name here, its value is what is foreign.
     (training if name == "optimizer" else document["spec"])[name] = SETTINGS[name, _text]
     found = [finding for verdict in validate(yaml.dump(document, Dumper=Quoted)).verdicts for finding in verdict.findings]
@@ -133,7 +123,7 @@ def test_a_setting_of_another_tool_is_answered_as_the_page_says(name: str, _text
 
 
 def test_the_page_on_other_tools_names_what_is_known_of_them() -> None:
-    page = generate_coming_from.page()
+    page = coming_from.page()
     rows = table(page, "axolotl")
     assert rows["micro_batch_size: 2"] == ["spec.training.microBatchSize"]
     assert rows["load_in_4bit: true"] == ["spec.method.type: QLoRA, which packs the base in 4 bits"]

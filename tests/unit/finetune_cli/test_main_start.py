@@ -1,38 +1,18 @@
-"""What the command line loads: nothing that costs time for nothing, and rich only where something is drawn."""
+"""A command loads no library that takes a second, unless it needs it."""
 
 import json
 import os
 import pty
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.cases import table
+
 ROOT = Path(__file__).parents[3]
-HEAVY = {
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "kubernetes",
-    "kopf",
-    "prometheus_client",
-    "aiohttp",
-    "rich",
-    "numpy",
-    "jinja2",
-    "requests",
-    "oauthlib",
-}
-UNUSED = {
-    "importlib.metadata",  # by which pydantic looks for plugins
-    "finetune_job.api.documentation",
-    "finetune_cli.corrections.one_pass",
-    "finetune_cli.render.estimate",
-}
-"""Modules that a manifest without mistakes does not need."""
+HEAVY = {"torch", "transformers", "peft", "accelerate", "kubernetes", "kopf", "prometheus_client", "aiohttp", "numpy", "jinja2"}
 PROGRAM = """
 import json, sys
 from finetune_cli.__main__ import main
@@ -40,50 +20,27 @@ sys.argv = ["finetune", *json.loads(sys.argv[1])]
 try:
     main()
 except SystemExit as end:
-    print(json.dumps([end.code, sorted({name.partition(".")[0] for name in sys.modules})]), file=sys.stderr)
+    print(json.dumps([end.code, sorted(sys.modules)]), file=sys.stderr)
 """
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["validate", "-f", "examples/quickstart.yaml"],
-        ["validate", "-f", "examples/quickstart.yaml", "-o", "json"],
-        ["validate", "-f", "examples/quickstart.yaml", "--fix"],
-        ["explain"],
-        ["explain", "spec.training.learningRate"],
-    ],
+    ("arguments", "code", "said", "needed", "unneeded"), table(__file__, "test_a_command_loads_no_more_than_it_needs")
 )
-def test_no_heavy_library_is_loaded(arguments: list[str]) -> None:
-    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    code, names = json.loads(done.stderr)
-    modules = {name.partition(".")[0] for name in names}
-    assert code in (0, None)
-    assert HEAVY & modules == set()
-    assert "yaml" in modules
-    assert arguments[0] != "validate" or "--fix" in arguments or UNUSED & set(names) == set()
-
-
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["completion", "bash"], ["merge", "--help"]])
-def test_what_needs_no_rules_loads_none(arguments: list[str]) -> None:
-    program = PROGRAM.replace('name.partition(".")[0] for name in', "name for name in")
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(arguments)], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    code, modules = json.loads(done.stderr.splitlines()[-1])
-    assert code in (0, None)
-    assert {"finetune_job.rules.book", "finetune_job.api.job", "finetune_cli.documents"} & set(modules) == set()
-    # Of the others typer itself reads the values of options by pydantic.
-    assert "pydantic" not in modules or not arguments[0].startswith("--")
-    assert HEAVY & {name.partition(".")[0] for name in modules} == set()
-
-
-def test_the_release_is_said() -> None:
-    done = subprocess.run([sys.executable, "-m", "finetune_cli", "--version"], capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"finetune \d+\.\d+\.\d+\S*\n", done.stdout)
+def test_a_command_loads_no_more_than_it_needs(
+    arguments: list[str], code: int, said: str, needed: str, unneeded: list[str], tmp_path: Path
+) -> None:
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "absent")}
+    command = [sys.executable, "-c", PROGRAM, json.dumps(arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    *message, answer = done.stderr.splitlines()
+    ended, modules = json.loads(answer)
+    assert (ended or 0) == code
+    assert said in "\n".join([done.stdout, *message])
+    assert needed in modules
+    libraries = {name.partition(".")[0] for name in modules}
+    assert (HEAVY - {needed.partition(".")[0]}) & libraries == set()
+    assert set(unneeded) & set(modules) == set()
 
 
 ENTRY = """
@@ -151,37 +108,6 @@ def test_without_colours_nothing_is_emphasised(arguments: list[str]) -> None:
     assert "\x1b[" not in shown
 
 
-def test_the_start_does_no_needless_work() -> None:
-    """No collection of what stays loaded, no signature of another verb, and no validator of a default nobody has asked for."""
-    program = PROGRAM.replace(
-        '[end.code, sorted({name.partition(".")[0] for name in sys.modules})]',
-        "[[each.callback.__name__ for each in sys.modules['finetune_cli.app'].app.registered_commands], "
-        "len(sys.modules['finetune_cli.app'].app.registered_groups), "
-        "sys.modules['finetune_job.api.profile'].NetworkSettings.__pydantic_complete__, "
-        "__import__('gc').isenabled(), __import__('gc').get_freeze_count()]",
-    )
-    arguments = json.dumps(["validate", "-f", "examples/quickstart.yaml"])
-    done = subprocess.run(
-        [sys.executable, "-c", program, arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    verbs, groups, is_built, collects, frozen = json.loads(done.stderr)
-    assert (verbs, groups) == (["validate"], 0)
-    assert not is_built
-    assert collects
-    assert frozen > 10_000
-
-
-def test_the_end_goes_through_nothing_that_was_loaded() -> None:
-    first = "import atexit, gc, sys\natexit.register(lambda: print(len(gc.get_objects()), *gc.get_threshold(), file=sys.stderr))"
-    arguments = json.dumps(["validate", "-f", "examples/quickstart.yaml"])
-    done = subprocess.run(
-        [sys.executable, "-c", first + PROGRAM, arguments], cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
-    )
-    left, new, *_ = map(int, done.stderr.splitlines()[-1].split())
-    assert left < 1_000
-    assert new > 10_000
-
-
 def test_hundreds_of_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     text = (ROOT / "examples/quickstart.yaml").read_text()
     many = tmp_path / "many.yaml"
@@ -192,44 +118,3 @@ def test_hundreds_of_manifests_are_judged_in_one_call(tmp_path: Path) -> None:
     )  # fmt: skip
     documents = json.loads(done.stdout)["documents"]
     assert [(each["outcome"], each["name"]) for each in documents] == [("accepted", f"job-{number}") for number in range(300)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "said", "needed"),
-    [
-        (["list"], 2, "no usable kubeconfig", "kubernetes.client"),
-        (["list", "--claims", "nowhere"], 0, "no job was run below nowhere", "finetune_cli.local.known_runs"),
-    ],
-    ids=["cluster", "this machine"],
-)
-def test_a_look_at_jobs_loads_no_more_than_it_needs(
-    arguments: list[str], code: int, said: str, needed: str, tmp_path: Path
-) -> None:
-    program = PROGRAM.replace('{name.partition(".")[0] for name in sys.modules}', "sys.modules")
-    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "absent")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(arguments)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    *message, answer = done.stderr.splitlines()
-    ended, modules = json.loads(answer)
-    assert ended == code
-    assert said in "\n".join([done.stdout, *message])
-    assert needed in modules
-    heavy = {
-        "finetune_job.rules.book",
-        "finetune_cli.checks.validate",
-        "finetune_cli.jobs.diagnosis",
-        "finetune_operator.decide.account",
-        "finetune_operator.decide.restart_policy",
-        "kopf",
-        "aiohttp",
-        "rich",
-        "requests",
-        "charset_normalizer",
-        "oauthlib.oauth2.rfc6749",
-        "kubernetes.stream",
-        "kubernetes.watch",
-        *({"kubernetes"} - {needed.partition(".")[0]}),
-    }
-    assert heavy & set(modules) == set()

@@ -5,6 +5,7 @@ import pytest
 from finetune_job.api.status import Condition
 from finetune_job.conditions import find_condition, initial_conditions, is_condition_true, job_phase, with_condition
 from finetune_job.reasons import ConditionType, Reason
+from tests.support.cases import table
 
 T0, T1 = "2030-01-01T00:00:00Z", "2030-01-01T00:01:00Z"
 
@@ -33,22 +34,7 @@ def test_the_transition_time_moves_only_when_the_status_flips() -> None:
     assert len(third) == len(first)
 
 
-@pytest.mark.parametrize(
-    ("true", "reasons", "expected"),
-    [
-        ([], {}, "Pending"),
-        (["Validated"], {}, "Fetching"),
-        (["Validated", "Fetched"], {}, "Preflight"),
-        (["Validated", "Fetched", "Prepared"], {}, "Training"),
-        (["Validated", "Fetched", "Prepared"], {"Trained": "Restarting"}, "Restarting"),
-        (["Validated", "Fetched", "Prepared", "Trained"], {}, "Merging"),
-        (["Validated", "Fetched", "Prepared", "Stalled"], {}, "Stalled"),
-        (["Validated", "Fetched", "Prepared", "Suspended"], {}, "Suspended"),
-        (["Finished", "Succeeded"], {}, "Succeeded"),
-        (["Finished"], {"Succeeded": "Cancelled"}, "Cancelled"),
-        (["Finished"], {"Succeeded": "RestartsExhausted"}, "Failed"),
-    ],
-)
+@pytest.mark.parametrize(("true", "reasons", "expected"), table(__file__, "test_the_phase_says_where_a_job_is"))
 def test_the_phase_says_where_a_job_is(true: list[str], reasons: dict[str, str], expected: str) -> None:
     conditions = initial_conditions(generation=1, now=T0)
     for kind in ConditionType:

@@ -80,11 +80,11 @@ def test_status_has_no_defaults() -> None:
     assert [path for path, node in _nodes(status) if "default" in node] == []
 
 
-def test_the_only_free_form_object_is_the_settings_of_a_method() -> None:
+def test_free_form_objects_are_arguments_of_a_template_and_settings_of_a_method() -> None:
     free = [
         path for path, node in _nodes(crd.structural_schema(FineTuneJobSpec)) if "x-kubernetes-preserve-unknown-fields" in node
     ]
-    assert free == [".method.settings"]
+    assert free == [".data.templateArguments", ".method.settings"]
 
 
 def test_a_free_form_object_without_a_largest_size_is_refused() -> None:
@@ -109,5 +109,5 @@ def test_what_has_no_translation_is_refused() -> None:
         crd.structural_schema(Union)
     with pytest.raises(crd.UnknownKeywordError, match="multipleOf"):
         crd.structural_schema(Multiple)
-    with pytest.raises(crd.UnknownKeywordError, match="greatest length"):
+    with pytest.raises(crd.UnknownKeywordError, match="maximum length"):
         crd.structural_schema(Lower)

@@ -1,7 +1,5 @@
 """Everything that a tenant or an administrator can write has a greatest size, in every schema, and the whole has one, too."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +14,9 @@ UNBOUNDED_FORM = re.compile(r"[*+]|\{\d+,\}")
 OF_KUBERNETES = ("FineTuneJob.apiVersion", "FineTuneJob.kind", "FineTuneJob.metadata", "FineTuneProfile.apiVersion",
                  "FineTuneProfile.kind", "FineTuneProfile.metadata")  # fmt: skip
 """Checked by the API server for every object; a definition may not say more of them."""
-MEASURED_BY_THE_MODELS = re.compile(r"FineTuneJob\.spec\.method\.settings|FineTuneProfile\.spec\.pods\.\w+\.affinity\.\w+")
+MEASURED_BY_THE_MODELS = re.compile(
+    r"FineTuneJob\.spec\.(method\.settings|data\.templateArguments)|FineTuneProfile\.spec\.pods\.\w+\.affinity\.\w+"
+)
 """No schema can bound what is below a free-form object: `finetune_job.api.size` measures the whole spec before it is read."""
 
 

@@ -1,7 +1,5 @@
 """On what the ranks of a job compute, in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

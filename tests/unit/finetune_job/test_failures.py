@@ -18,13 +18,7 @@ from finetune_job.finding import Finding
 
 texts = st.builds(lambda text, times: text * times, st.text(max_size=8), st.sampled_from([0, 1, 5, 300, 1500]))
 findings = st.builds(
-    Finding,
-    rule=texts,
-    severity=st.sampled_from(["error", "warning"]),
-    field=texts,
-    value=texts,
-    message=texts,
-    fix=texts,
+    Finding, rule=texts, severity=st.sampled_from(["error", "warning"]), field=texts, value=texts, message=texts, fix=texts
 )
 reports = st.builds(
     TerminationReport,

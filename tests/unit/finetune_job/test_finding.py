@@ -1,7 +1,5 @@
 """One finding, in full for a terminal and short for status and reports."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -11,7 +9,7 @@ from pydantic import ValidationError
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.failures import Outcome, TerminationReport, parse_envelope
 from finetune_job.finding import FieldChange, Finding
-from finetune_operator.cluster.execute import status_document
+from finetune_operator.passes.execute import status_document
 
 CHANGE = FieldChange(field="spec.training.epochs", value=None)
 

@@ -1,7 +1,5 @@
 """Settings of a method -> fields of PEFT's configuration, or what is wrong with them."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.api.method import MethodType

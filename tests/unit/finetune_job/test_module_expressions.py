@@ -1,8 +1,6 @@
 """What a look at each character says of a regular expression is what `re.compile` says, and no tenant's expression is
 compiled."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -15,9 +13,14 @@ from finetune_job.module_expressions import is_plainly_malformed, key_expression
 from tests.support.examples import examples
 
 OPERATOR = Path(__file__).parents[3] / "operator"
-COMPILES = ("finetune_memory/adapters.py", "finetune_cli/corrections/addresses.py", "finetune_cli/corrections/proposals.py")
+COMPILES = (
+    "finetune_memory/adapters.py",
+    "finetune_memory/devices.py",
+    "finetune_cli/corrections/addresses.py",
+    "finetune_cli/corrections/proposals.py",
+)
 """Estimates and corrections, which `finetune` makes on the machine of the one who wrote the manifest, and preflight. Corrections
-compile the patterns of our own schema alone."""
+compile the patterns of our own schema alone, and devices.py those of our own table."""
 
 
 @pytest.mark.parametrize(

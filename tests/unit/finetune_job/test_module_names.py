@@ -1,7 +1,5 @@
 """Names of embeddings, output heads and routers, as transformers' models have them."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.module_names import is_embedding, is_router

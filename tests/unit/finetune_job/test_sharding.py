@@ -1,7 +1,5 @@
 """The law of sharding, as tables of cases: what FSDP can hold in one unit, and what that asks of a method's adapters."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Status as other releases wrote it: what is missing, and what is not known here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

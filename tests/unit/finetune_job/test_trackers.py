@@ -1,7 +1,5 @@
 """Names of experiment trackers that are not this product's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -37,7 +35,7 @@ def test_a_foreign_name_is_warned_of_with_the_nearest_of_ours(
     assert [(change.field, change.value) for change in finding.changes] == changes
     assert finding.is_proposal is is_proposal
     assert finding.fix == (
-        "remove the name, or see to such a package" if meant is None else f"write {FIELD}: [{', '.join(meant)}]"
+        "remove the name, or provide such a package" if meant is None else f"write {FIELD}: [{', '.join(meant)}]"
     )
 
 

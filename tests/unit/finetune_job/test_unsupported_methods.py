@@ -1,7 +1,5 @@
 """Each method of PEFT is supported, or has a row that says why not."""
 
-from __future__ import annotations
-
 import pytest
 from peft import PeftType
 

@@ -1,7 +1,5 @@
 """Jobs of well-known models, judged by the planner."""
 
-from __future__ import annotations
-
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import trained_parameters
 from finetune_memory.estimate import Estimate
@@ -10,10 +8,7 @@ from finetune_memory.layers import layer_names
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import ModelShape, facts_of
 from finetune_memory.sharding import unit_names
-from finetune_memory.verdict import (
-    MemoryVerdict,
-    judge_memory,
-)
+from finetune_memory.verdict import MemoryVerdict, judge_memory
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.configs import CONFIGS
 
@@ -28,12 +23,7 @@ def shape_of(name: str, plan: RunPlan) -> ModelShape:
 
 
 def judged(
-    job: JobBuilder,
-    name: str = "Llama-3.1-8B",
-    gib: float | None = 80,
-    *,
-    longest: int | None = None,
-    devices: int | None = None,
+    job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80, *, longest: int | None = None, devices: int | None = None
 ) -> MemoryVerdict:
     """devices: of the one machine where it runs; None: of a cluster."""
     plan = job.plan()

@@ -1,7 +1,5 @@
 """Ranks that build, train one step, and count every byte that they keep."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from functools import partial

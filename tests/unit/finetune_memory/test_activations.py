@@ -3,8 +3,6 @@
 Every storage that torch makes is counted, so what operations hold for a moment counts, too.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.memory_cases import CASES, MemoryCase, measured_peak, predicted_peak

@@ -1,7 +1,5 @@
 """What a layer of a few values keeps, part by part, computed by hand from the operations of transformers' layers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a compiled layer keeps for its backward pass: bytes of real layers, split by the rules of the compiler, as predicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,9 @@ from finetune_trainer.model import variable_length
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.compilation import compile_layers
 from finetune_trainer.model.fused_adapters import fuse_adapters
+from tests.support.cases import table
 from tests.support.tiny_model import fused, plan_of, tiny_spec
+from tests.unit.finetune_memory.configs import CONFIGS
 
 TOKENS = 512
 SIZES: dict[str, Any] = {
@@ -57,12 +57,7 @@ def _(query: torch.Tensor, *_others: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.library.custom_op("finetune_test::documents_backward", mutates_args=())
 def documents_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    result: torch.Tensor,
-    sums: torch.Tensor,
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, result: torch.Tensor, sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """What it reads is what counts here, not what it gives."""
     return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -151,19 +146,7 @@ def predicted(kind: str, lora: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "lora", "tolerance"),
-    [
-        ("llama", {}, 0.01),
-        ("llama", {"targetModules": ["q_proj", "v_proj"]}, 0.01),
-        ("qwen2", {}, 0.01),
-        ("qwen3", {}, 0.01),
-        # torch's own norms, and a block without a gate.
-        ("starcoder2", {}, 0.01),
-        # One layer for queries, keys and values, and one for gate and up.
-        ("phi3", {}, 0.01),
-        # Norms after attention and block.
-        ("olmo2", {}, 0.01),
-        ("glm4", {}, 0.03),
-    ],
+    table(__file__, "test_a_compiled_layer_keeps_what_is_predicted"),
     ids=["llama", "two projections", "qwen2", "qwen3", "starcoder2", "phi3", "olmo2", "glm4"],
 )
 def test_a_compiled_layer_keeps_what_is_predicted(kind: str, lora: dict[str, Any], tolerance: float) -> None:
@@ -174,23 +157,10 @@ def test_a_compiled_layer_keeps_what_is_predicted(kind: str, lora: dict[str, Any
 @pytest.mark.parametrize(("compiles", "measured"), [(False, 67.65e9), (True, 55.9e9)])
 def test_an_8b_lora_takes_what_it_took_on_an_h200(compiles: bool, measured: float) -> None:
     """Peaks of torch's allocator, 2 x 4,096 packed tokens (bench/results/gpu/speed.json)."""
-    config = {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    }
+    config = CONFIGS["Llama-3.1-8B"]
     training = {"compile": compiles, "precision": "bf16", "microBatchSize": 2, "globalBatchSize": 2, "maxSteps": 1}
-    spec = tiny_spec(
-        model={"attention": "varlen"},
-        method={"type": "LoRA", "lora": {"r": 16}},
-        training=training,
-        parallelism={"processesPerNode": 1},
-    )
+    method, alone = {"type": "LoRA", "lora": {"r": 16}}, {"processesPerNode": 1}
+    spec = tiny_spec(model={"attention": "varlen"}, method=method, training=training, parallelism=alone)
     plan = fused(plan_of(spec))
     elements = resolve_elements(plan, "bfloat16")
     parameters = trained_parameters(base_parameters(config, elements.load), plan.method, elements.load, "llama")

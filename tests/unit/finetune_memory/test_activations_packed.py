@@ -1,7 +1,5 @@
 """The fullest moment of a pass over a base of 4 bits, packed by bitsandbytes and trained by the trainer, as it is predicted."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

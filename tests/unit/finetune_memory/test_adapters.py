@@ -1,7 +1,5 @@
 """What PEFT adds to a model, by name, shape and element type, against PEFT itself on the meta device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,23 +12,17 @@ from finetune_memory.families import base_parameters
 from finetune_memory.model_shape import UnknownModelError
 from finetune_trainer.added_tokens import AddedTokens, with_trained_rows
 from finetune_trainer.model.adapters import attach
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_memory.configs import CONFIGS
 
 DENSE = ["Llama-3.2-1B", "Qwen3-0.6B", "Gemma-3-1B", "Phi-3-mini", "GPT-2", "Pythia-1.4B", "StarCoder2-3B"]
-LORA: dict[str, dict[str, Any]] = {
-    "plain": {"r": 16},
-    "odd rank, some modules, some layers": {
-        "r": 7,
-        "targetModules": ["q_proj", "o_proj", "c_attn", "dense", "query_key_value"],
-        "layersToTransform": [0, 3],
-    },
-    "ranks by name": {"rankPattern": {"q_proj": 3, "layers.1.mlp.up_proj": 5}},
-    "excluded": {"excludeModules": ["down_proj", "layers.0.self_attn.k_proj"]},
-    "embedding and head": {"targetModules": ["embed_tokens", "lm_head", "wte", "q_proj"]},
-    "biases": {"bias": "all"},
-    "biases of adapted layers": {"bias": "lora_only", "targetModules": ["q_proj", "c_attn", "query_key_value", "o_proj"]},
-}
+LORA: dict[str, dict[str, Any]] = table(__file__, "LORA")
+METHODS = [
+    pytest.param(name, method, settings, id=f"{title}, {name}")
+    for title, (names, method, settings) in table(__file__, "METHODS").items()
+    for name in names
+]
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -39,21 +31,9 @@ def test_lora(name: str, case: str) -> None:
     _compare(name, {"type": "LoRA", "lora": LORA[case]})
 
 
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Gemma-2-9B"])
-def test_whole_modules_beside_the_adapter(name: str) -> None:
-    _compare(name, {"type": "LoRA", "lora": {"modulesToSave": ["embed_tokens"]}})
-
-
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B", "GPT-2"])
-@pytest.mark.parametrize("saved", [["lm_head"], ["embed_tokens", "wte", "lm_head"]])
-def test_a_head_that_is_saved_whole_has_a_copy_of_its_own(name: str, saved: list[str]) -> None:
-    """A tied one, too: as many values again as the embedding has."""
-    _compare(name, {"type": "LoRA", "lora": {"modulesToSave": saved}})
-
-
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B"])
-def test_trainable_tokens(name: str) -> None:
-    _compare(name, {"type": "LoRA", "lora": {"trainableTokenIndices": [3, 7, 11], "targetModules": ["q_proj"]}})
+@pytest.mark.parametrize(("name", "method", "settings"), METHODS)
+def test_other_parts_of_a_model(name: str, method: str, settings: dict[str, Any]) -> None:
+    _compare(name, {"type": method, "lora": settings})
 
 
 @pytest.mark.parametrize("name", ["Llama-3.1-8B", "Llama-3.2-1B"])
@@ -126,53 +106,14 @@ def test_rows_of_added_tokens_of_a_head_with_a_bias() -> None:
     }
 
 
-def test_stacked_weights_of_experts() -> None:
-    _compare(
-        "DeepSeek-V2-Lite", {"type": "LoRA", "lora": {"targetParameters": ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]}}
-    )
-
-
-EXPERTS = ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B", "OLMoE-1B-7B", "DeepSeek-V2-Lite", "DeepSeek-V3"]
-
-
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize(
-    "lora",
-    [{"r": 4}, {"r": 4, "rankPattern": {"q_proj": 3, "down_proj": 5}, "excludeModules": ["o_proj"]}, {"useRslora": True}],
-    ids=["plain", "ranks by name", "rslora"],
-)
-def test_all_linear_means_stacked_experts_and_routers_where_peft_knows_them(name: str, lora: dict[str, Any]) -> None:
-    _compare(name, {"type": "LoRA", "lora": lora})
-
-
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "DeepSeek-V2-Lite"])
-def test_names_of_experts_as_they_once_were(name: str) -> None:
-    _compare(name, {"type": "LoRA", "lora": {"targetModules": ["q_proj", "gate_proj", "up_proj", "mlp.experts.down_proj"]}})
-
-
-@pytest.mark.parametrize("name", ["Llama-3.1-8B", "Qwen2.5-0.5B"])
-def test_dora(name: str) -> None:
-    _compare(name, {"type": "DoRA", "lora": {"r": 5}})
-
-
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "GPT-2"])
-def test_what_an_adapter_started_with_is_frozen_beside_it(name: str) -> None:
-    _compare(name, {"type": "LoRA", "lora": {"r": 5, "initLoraWeights": "olora", "rankPattern": {"q_proj": 3}}})
-
-
 @pytest.mark.parametrize("name", ["Llama-3.1-70B", "Mixtral-8x7B"])
 def test_full(name: str) -> None:
     _compare(name, {"type": "Full", "lora": None}, held="float32")
 
 
-@pytest.mark.parametrize("name", ["Qwen3-30B-A3B", "Mixtral-8x7B", "Qwen1.5-MoE-A2.7B", "DeepSeek-V2-Lite"])
-def test_attention_of_models_with_experts(name: str) -> None:
-    _compare(name, {"type": "LoRA", "lora": {"targetModules": ["q_proj", "kv_b_proj", "o_proj", "lm_head"]}})
-
-
 def test_other_methods_need_peft_itself() -> None:
     plan = plan_of(tiny_spec(method={"type": "VeRA", "lora": None}))
-    with pytest.raises(UnknownModelError, match=r"spec\.method\.type: what VeRA adds"):
+    with pytest.raises(UnknownModelError, match=r"spec\.method\.type: only PEFT itself knows what VeRA adds"):
         trained_parameters(base_parameters(CONFIGS["Llama-3.2-1B"], "float32"), plan.method, "float32", "llama")
 
 

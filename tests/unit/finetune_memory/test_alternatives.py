@@ -1,7 +1,5 @@
 """Changes of a job that does not fit: the cheapest that makes it fit, or none."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -146,7 +144,7 @@ def test_weights_that_stay_gathered_are_sharded_again() -> None:
     assert path not in found
 
 
-def test_on_one_machine_no_more_ranks_are_told_than_it_has_devices() -> None:
+def test_on_one_machine_no_more_ranks_are_proposed_than_it_has_devices() -> None:
     def told(gib: int, devices: int, name: str = "Llama-3.1-70B") -> dict[str, Any]:
         job = a_job().spec("training.globalBatchSize", 16)
         found = changes_of(judged(job, name, gib, devices=devices))

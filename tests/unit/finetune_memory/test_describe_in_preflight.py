@@ -1,7 +1,5 @@
 """The planner in preflight: the real structure says the same as config.json, and a job that cannot fit is refused by it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -86,7 +84,7 @@ def test_what_the_architecture_decides_is_what_its_name_says(kind: str, tmp_path
     assert (expected.facts.has_fused_attention, expected.facts.is_stored_otherwise) == (kind != "gemma2", kind != "gemma2")
 
 
-def test_modules_of_an_unknown_family_are_told_apart_by_their_names() -> None:
+def test_kinds_of_modules_of_an_unknown_family_follow_from_their_names() -> None:
     """A head that is called an embedding in part is none, and what is inside a router belongs to it."""
     tensors = {
         "model.tok_embeddings.weight": ("BF16", (64, 16)),

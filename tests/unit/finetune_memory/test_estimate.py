@@ -1,7 +1,5 @@
 """The estimate of whole jobs: what it adds up, and what changes it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -98,11 +96,7 @@ def test_eight_ranks_share_a_packed_base(version: int, name: str, gib: int, laye
         ("QLoRA", "Llama-3.1-8B", "86.9% of its values in 4 bits, the rest as bfloat16"),
         # Of 46,702,792,704 values only those of the attention, 32 x 41,943,040, are in linear layers; 32 x 8 x 3 x 4,096 x 14,336
         # are experts'.
-        (
-            "QLoRA",
-            "Mixtral-8x7B",
-            "2.9% of its values in 4 bits, the rest as bfloat16: 96.6% are experts, which are not packed",
-        ),
+        ("QLoRA", "Mixtral-8x7B", "2.9% of its values in 4 bits, the rest as bfloat16: 96.6% are experts, which are not packed"),
     ],
 )
 def test_the_estimate_says_what_is_packed(method: str, name: str, held: str) -> None:
@@ -144,3 +138,8 @@ def test_ranks_that_load_the_whole_base_hold_it_in_host_memory() -> None:
     assert host(small_job(), "Llama-3.1-8B")[loaded] == 2 * 8_030_261_248
     assert loaded not in host(eight, "Llama-3.1-8B")
     assert loaded not in host(eight.spec("method.type", "QLoRA"), "Mixtral-8x7B")
+    # In full fine-tuning all of it is trained, in float32, and none of it is packed.
+    full = small_job().spec("method", {"type": "Full"}).spec("checkpoint.asynchronous", False)
+    assert host(full, "Llama-3.1-8B")[loaded] == 4 * 8_030_261_248
+    assert host(full.processes_per_node(8), "Mixtral-8x7B")[loaded] == 4 * 46_702_792_704
+    assert loaded not in host(full.processes_per_node(8), "Llama-3.1-8B")

@@ -1,7 +1,5 @@
 """Parameters from config.json alone against transformers' own classes at real sizes, on the meta device."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,10 +1,8 @@
 """What a configuration says of a model without its code, and the sizes of its parameters."""
 
-from __future__ import annotations
-
 import pytest
 
-from finetune_memory.model_shape import ParameterShape, UnknownModelError, Workload, facts_of
+from finetune_memory.model_shape import UnknownModelError, facts_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100}
 
@@ -16,10 +14,30 @@ def test_sizes_that_are_left_out_follow_from_others() -> None:
     assert facts_of({"text_config": LLAMA}) == facts
 
 
-def test_what_the_name_of_an_architecture_says() -> None:
-    assert facts_of(LLAMA | {"model_type": "gemma2"}).has_whole_logits
-    assert not facts_of(LLAMA | {"model_type": "gemma2"}).has_fused_attention
-    assert facts_of(LLAMA | {"model_type": "mixtral"}).is_stored_otherwise
+@pytest.mark.parametrize(
+    ("changes", "fact", "value"),
+    [
+        ({"num_key_value_heads": None}, "num_key_value_heads", 4),
+        ({"head_dim": 32}, "head_size", 32),
+        ({"model_type": "mixtral"}, "experts_per_token", 2),
+        ({"model_type": "qwen3_moe"}, "experts_per_token", 8),
+        ({"num_experts_per_tok": 4}, "experts_per_token", 4),
+        ({"model_type": "granite"}, "has_whole_logits", True),
+        ({"model_type": "gemma2"}, "has_whole_logits", True),
+        ({"model_type": "gemma2"}, "has_fused_attention", False),
+        ({"model_type": "mixtral"}, "is_stored_otherwise", True),
+        ({"model_type": "gpt2"}, "attention_dropout", 0.1),
+        ({"model_type": "gpt2"}, "residual_dropout", 0.1),
+        ({"model_type": "gpt2", "attn_pdrop": 0.0}, "attention_dropout", 0.0),
+    ],
+)
+def test_facts_follow_from_settings_and_from_the_name_of_an_architecture(
+    changes: dict[str, object], fact: str, value: object
+) -> None:
+    assert getattr(facts_of(LLAMA | changes), fact) == value
+
+
+def test_preflight_knows_how_a_model_is_stored() -> None:
     assert not facts_of(LLAMA | {"model_type": "mixtral"}, is_stored_otherwise=False).is_stored_otherwise
 
 
@@ -27,12 +45,3 @@ def test_what_the_name_of_an_architecture_says() -> None:
 def test_a_configuration_without_sizes_is_named(wrong: dict[str, object]) -> None:
     with pytest.raises(UnknownModelError, match="names no hidden_size, num_attention_heads and vocab_size"):
         facts_of(LLAMA | wrong)
-
-
-def test_values_bytes_and_module_of_a_parameter() -> None:
-    weight = ParameterShape("model.layers.0.mlp.weight", (3, 5), "bfloat16", is_trained=False)
-    assert (weight.numel, weight.num_bytes, weight.module) == (15, 30, "model.layers.0.mlp")
-
-
-def test_a_workload_counts_the_tokens_of_all_rows() -> None:
-    assert Workload(rows=4, length=128, has_mask=True, on_gpu=True).tokens == 512

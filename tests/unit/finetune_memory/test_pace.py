@@ -2,8 +2,6 @@
 a second.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -80,10 +78,13 @@ def test_what_is_bound_by_memory_is_counted_in_bytes() -> None:
 
 
 def test_micro_steps_add_up_and_ranks_go_side_by_side() -> None:
-    one = paced(job())
-    more = paced(job(training__globalBatchSize=16).processes_per_node(4))
+    one = paced(job(method={"type": "QLoRA"}))
+    more = paced(job(method={"type": "QLoRA"}, training__globalBatchSize=16).processes_per_node(4))
     assert (more.tokens, more.ranks) == (16 * TOKENS, 4)
-    assert seconds(more, "matrix products") == pytest.approx(4 * seconds(one, "matrix products"))
+    times = {term.name: term.seconds / seconds(one, term.name) for term in more.terms}
+    assert times.pop("optimizer") == pytest.approx(1 / 4)
+    assert sorted(times) == ["adapters", "attention", "elementwise", "logits and loss", "matrix products", "unpacking"]
+    assert list(times.values()) == pytest.approx([4] * 6)
     assert more.tokens_per_second == pytest.approx(16 * TOKENS / more.step_seconds)
     assert more.tokens_per_second_per_device == pytest.approx(more.tokens_per_second / 4)
 
@@ -95,6 +96,8 @@ def test_ranks_send_three_quarters_of_the_weights_in_each_pass() -> None:
     # FSDP gathers adapters as they are held, and reduces their gradients in float32.
     gathered = 2 * (weights + 4 * adapters) + 4 * adapters
     assert found.link_seconds == pytest.approx(0.75 * gathered / LINK)
+    twice = paced(job(**written | {"training__globalBatchSize": 8}).processes_per_node(4))
+    assert twice.link_seconds == pytest.approx(0.75 * (2 * gathered - 4 * adapters) / LINK)
     kept = paced(job(**written | {"parallelism__fsdp__reshardAfterForward": False}).processes_per_node(4))
     assert kept.link_seconds == pytest.approx(0.75 * (weights + 8 * adapters) / LINK)
     # Between machines the network: 25e9 bytes a second.
@@ -116,12 +119,13 @@ def test_the_calculated_example_of_the_page() -> None:
     ("fields", "product", "said"),
     [
         ({}, None, "no GPU is named, and only for GPUs is time calculated: give --gpu"),
-        ({}, "Tesla V100", "no peaks of 'Tesla V100' are known"),
+        ({}, "Tesla P100", "no peaks of 'Tesla P100' are known"),
+        ({}, "Tesla T4", "Tesla T4 has no matrix units for bfloat16"),
         ({"training__precision": "fp32", "model__attention": "sdpa"}, "H100", "computes in float32"),
         ({"parallelism__fsdp__offloadParams": True}, "H100", "offloadParams"),
     ],
 )
-def test_what_is_not_known_is_told_with_what_to_do(fields: dict[str, object], product: str | None, said: str) -> None:
+def test_an_unknown_pace_comes_with_what_to_do(fields: dict[str, object], product: str | None, said: str) -> None:
     with pytest.raises(UnknownPaceError, match=said):
         paced(job(**fields), product=product)
 

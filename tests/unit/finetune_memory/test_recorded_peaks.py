@@ -7,8 +7,6 @@ The figures hold three things that are no part of a job's plan any more, or neve
 * What adapters of their own forward pass kept under `Selective`: 16 layers' results of 18,432 values of two bytes a token.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,22 +1,13 @@
 """What is said of a job by its limit: whether it fits, the finding, and sizes in words."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
-
-from finetune_job.api.pod_settings import quantity_bytes
 from finetune_memory.adapters import trained_parameters
-from finetune_memory.batches import choose_resharding
+from finetune_memory.choices import choose_resharding
 from finetune_memory.families import base_parameters
 from finetune_memory.limit import MemoryLimit, format_bytes
 from finetune_memory.model_shape import ModelShape, facts_of
-from finetune_memory.verdict import (
-    judge_memory,
-    limit_of,
-    memory_finding,
-)
+from finetune_memory.verdict import host_limit_of, judge_memory, limit_of, memory_finding
 from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.configs import CONFIGS
 from tests.unit.finetune_memory.jobs import GIB, judged, small_job
@@ -57,10 +48,11 @@ def test_the_finding_names_terms_limit_and_fix() -> None:
 
 def test_limits_come_from_the_profile() -> None:
     assert limit_of(a_job().plan()) == MemoryLimit(80 * GIB, is_device=True, source="gpu.memory of profile default")
-    on_cpu = a_job().with_profile(gpu=None, resources={"train": {"memory": "64Gi"}}).processes_per_node(2).plan()
-    limit = limit_of(on_cpu)
-    assert limit is not None
-    assert (limit.bytes, limit.is_device) == (32 * GIB, False)
+    job = a_job().nodes(2).processes_per_node(4).with_profile(resources={"train": {"memory": "64Gi"}})
+    on_cpu = job.with_profile(gpu=None, resources={"train": {"memory": "64Gi"}}).plan()
+    for limit in (limit_of(on_cpu), host_limit_of(job.plan())):
+        assert limit is not None
+        assert (limit.bytes, limit.is_device) == (16 * GIB, False)
 
 
 def test_a_pod_without_gpu_is_only_warned() -> None:
@@ -71,20 +63,6 @@ def test_a_pod_without_gpu_is_only_warned() -> None:
     finding = memory_finding(judge_memory(plan, shape, "bfloat16", limit_of(plan)))
     assert finding is not None
     assert (finding.rule, finding.severity) == ("memory-estimate-exceeds-pod", "warning")
-
-
-@pytest.mark.parametrize(("text", "expected"), [("80Gi", 80 * GIB), ("1.5Gi", 3 * GIB // 2), ("80G", 80 * 10**9), ("1000", 1000)])
-def test_quantities(text: str, expected: int) -> None:
-    assert quantity_bytes(text) == expected
-
-
-def test_what_is_no_quantity_is_named() -> None:
-    with pytest.raises(ValueError, match="'80 Gigs' is not a quantity"):
-        quantity_bytes("80 Gigs")
-
-
-def test_sizes_for_people() -> None:
-    assert [format_bytes(size) for size in (12, 2048, 5 * 2**20, 3 * GIB // 2)] == ["12 B", "2.0 KiB", "5.0 MiB", "1.5 GiB"]
 
 
 RESHARD = "parallelism.fsdp.reshardAfterForward"
@@ -113,10 +91,10 @@ def test_parameters_stay_gathered_where_that_leaves_a_tenth_of_the_memory() -> N
     )
 
 
-def test_parameters_are_freed_where_nobody_has_said_how_much_a_rank_may_take() -> None:
+def test_parameters_are_freed_if_the_memory_of_a_rank_is_not_known() -> None:
     chosen = judged(small_job().processes_per_node(2), gib=None).resharding
     assert chosen is not None
-    assert (chosen.value, chosen.reason) == (True, "least memory: nobody has said how much a rank may take")
+    assert (chosen.value, chosen.reason) == (True, "least memory: the memory that a rank may take is not known")
     unknown = choose_resharding(small_job().processes_per_node(2).plan(), MemoryLimit(80 * GIB, True, ""), None)
     assert unknown is not None
     assert (unknown.value, unknown.reason) == (True, "least memory: the memory planner does not know this model")
@@ -129,7 +107,7 @@ def test_what_is_written_or_has_no_effect_is_not_chosen() -> None:
     assert resharding(job.spec("parallelism.fsdp.version", 1), 80) is None
 
 
-def test_a_job_that_fits_only_with_freed_parameters_is_told_nothing_of_them() -> None:
+def test_no_advice_names_parameters_that_are_freed_anyway() -> None:
     job = small_job().spec("training.microBatchSize", 8).processes_per_node(2)
     verdict = judged(job, gib=20)
     assert not verdict.fits

@@ -15,33 +15,35 @@ from aiohttp import web
 
 from finetune_operator import app
 from finetune_operator.app import run
-from finetune_operator.health import HttpServer
+from finetune_operator.client.kinds import CACHED
+from finetune_operator.metrics.health import HttpServer
 from finetune_operator.settings import Settings, Timeouts
-from tests.unit.finetune_operator.test_watch import TEAM, WatchedServer
+from tests.unit.finetune_operator.cache.test_kopf_watch import TEAM, WatchedServer, an_object
 
 Document = dict[str, Any]
 DEADLINE = 60.0
+LISTED = {kind.plural for kind in CACHED}
 CLOCKWORK = replace(Timeouts(), crd_poll=0.01, lease_retry=0.05, first_relist=0.05, relist=0.05, drain=1.0)
 
 
 class EmptyCluster(WatchedServer):
-    """Nothing but Leases. `items: null` is what lists of metadata answer where there is nothing."""
+    """Nothing but Leases."""
 
     def __init__(self) -> None:
         super().__init__()
         self.leases: dict[str, Document] = {}
-        self.metadata_lists = 0
-        self.fail_metadata_lists = 0
+        self.own_lists = 0
+        """Lists of the operator, without kopf's."""
+        self.fail_relists = 0
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if "/leases" in request.path:
             return await self._lease(request)
-        if "PartialObjectMetadataList" in request.headers.get("Accept", ""):
-            self.metadata_lists += 1
-            if self.fail_metadata_lists:
-                self.fail_metadata_lists -= 1
+        if request.headers["User-Agent"] == "finetune-operator" and request.path.rpartition("/")[2] in LISTED:
+            self.own_lists += 1
+            if self.own_lists > len(LISTED) and self.fail_relists:
+                self.fail_relists -= 1
                 return web.Response(text="[]", content_type="application/json")
-            return web.json_response({"metadata": {"resourceVersion": "5"}, "items": None})
         return await super()._answer(request)
 
     async def _lease(self, request: web.Request) -> web.Response:
@@ -85,10 +87,7 @@ class Operator:
 
 
 def against(
-    cluster: EmptyCluster,
-    scenario: Callable[[Operator], Awaitable[None]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: EmptyCluster, scenario: Callable[[Operator], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> int:
     """Run the operator next to a scenario, then end it with SIGTERM. Returns its exit code."""
     kubeconfig = tmp_path / "kubeconfig"
@@ -133,27 +132,28 @@ def test_starts_on_an_empty_cluster_survives_relists_of_nothing_and_ends_in_orde
 ) -> None:
     cluster = EmptyCluster()
     kept: list[int] = []
-    monkeypatch.setattr(app, "freeze_objects", lambda: kept.append(cluster.metadata_lists))
+    monkeypatch.setattr(app, "freeze_objects", lambda: kept.append(cluster.own_lists))
 
     async def scenario(operator: Operator) -> None:
         await operator.wait_for("/metrics", 200, "finetune_leading 1.0")
         await operator.wait_for("/readyz", 200)
         assert cluster.holder("release") == "me"
         async with asyncio.timeout(DEADLINE):
-            while cluster.metadata_lists < 12:  # noqa: ASYNC110 - nothing tells
+            while cluster.own_lists < 3 * len(LISTED):  # noqa: ASYNC110 - nothing tells
                 await asyncio.sleep(0.01)
         assert not operator.task.done()
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
-    assert kept == [0], "once, before the first relist"
+    assert kept == [len(LISTED)], "once, before the first relist"
     assert cluster.holder("release") == ""
 
 
 def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("finetune_operator.side_tasks.background.PAUSE_SECONDS", 0.01)
     cluster = EmptyCluster()
-    cluster.fail_metadata_lists = 3
+    cluster.fail_relists = 3
 
     async def scenario(operator: Operator) -> None:
         await operator.wait_for("/metrics", 200, 'finetune_background_failures_total{task="relist"} 3.0')
@@ -164,7 +164,7 @@ def test_relist_that_fails_for_whatever_reason_is_counted_and_ends_nothing(
 
 
 def test_first_list_that_is_refused_is_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.background.PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr("finetune_operator.side_tasks.background.PAUSE_SECONDS", 0.01)
     cluster = EmptyCluster()
     cluster.refusals = 4
 
@@ -173,6 +173,26 @@ def test_first_list_that_is_refused_is_begun_again(tmp_path: Path, monkeypatch: 
         await operator.wait_for("/metrics", 200, 'finetune_background_failures_total{task="first list"}')
 
     assert against(cluster, scenario, tmp_path, monkeypatch) == 0
+
+
+def test_warnings_are_taken_until_they_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = EmptyCluster()
+    told: list[str] = []
+    monkeypatch.setattr("finetune_operator.app.WarningEvents.take", lambda _, event: told.append(event["metadata"]["name"]))
+    cluster.objects["events"] = [an_object("listed")]
+    cluster.events["events"] = [
+        {"type": "DELETED", "object": an_object("expired")},
+        {"type": "ADDED", "object": an_object("added")},
+    ]
+
+    async def scenario(operator: Operator) -> None:
+        await operator.wait_for("/readyz", 200)
+        async with asyncio.timeout(DEADLINE):
+            while "added" not in told:  # noqa: ASYNC110 - nothing tells
+                await asyncio.sleep(0.01)
+
+    assert against(cluster, scenario, tmp_path, monkeypatch) == 0
+    assert told == ["listed", "added"]
 
 
 def test_waits_for_its_kinds_and_ends_in_order_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

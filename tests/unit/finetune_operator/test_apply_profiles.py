@@ -1,7 +1,5 @@
 """The profiles of a release: what is sent, when nothing is, and what is said of one that cannot be applied."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
@@ -10,9 +8,9 @@ import pytest
 
 from finetune_operator import apply_profiles
 from finetune_operator.apply_profiles import Profile, ProfileError, apply, read_profiles
-from finetune_operator.cluster.answers import ApiError
-from finetune_operator.cluster.kinds import CLUSTER_ROLES, PROFILES
-from tests.unit.finetune_operator.cluster.fakes import FakeApi
+from finetune_operator.client.answers import ApiError
+from finetune_operator.client.kinds import CLUSTER_ROLES, PROFILES
+from tests.unit.finetune_operator.fakes import FakeApi
 
 LABELS = {"app.kubernetes.io/instance": "tuning", "app.kubernetes.io/managed-by": "Helm"}
 

@@ -1,7 +1,5 @@
 """What `helm test` says of metrics; what it asks the API server is tested on a real one, in tests/integration/test_chart.py."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -72,4 +70,4 @@ def test_without_an_api_server_the_test_fails(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.delenv("KUBECONFIG", raising=False)
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(["--namespace=default"]) == 1
-    assert "failed: the API server is reached" in capsys.readouterr().out
+    assert "failed: the API server cannot be reached" in capsys.readouterr().out

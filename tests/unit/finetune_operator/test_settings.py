@@ -1,7 +1,5 @@
 """What the operator is told on its command line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -33,7 +31,7 @@ def test_namespaces_are_sorted_and_none_counts_twice() -> None:
     assert parse_settings(given).namespaces == ("a", "b")
 
 
-def test_rates_are_told_or_usual() -> None:
+def test_rates_are_given_or_usual() -> None:
     assert parse_settings([]).rates == Rates(32, 50, 5.0, 20.0)
     given = ["--workers=4", "--requests-in-flight=8", "--progress-seconds=30", "--progress-writes-per-second=2"]
     assert parse_settings(given).rates == Rates(4, 8, 30.0, 2.0)

@@ -1,7 +1,5 @@
 """The plan is the one that was announced."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Credentials: which file or place a value comes from, how a registry's login is found, and where no value shows."""
 
-from __future__ import annotations
-
 import base64
 import json
 import traceback
@@ -10,6 +8,7 @@ import pytest
 
 from finetune_trainer.credentials import Credentials, RegistryLogin, login_for
 from finetune_trainer.errors import ConfigError, DestinationRefusedError
+from tests.support.cases import table
 
 CANARY = "canary-that-sings"
 
@@ -23,24 +22,13 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
-@pytest.mark.parametrize(
-    ("registry", "key"),
-    [
-        ("registry.example:5000", "registry.example:5000"),
-        ("registry.example", "https://registry.example"),
-        ("registry.example", "https://registry.example/v1/"),
-        ("registry.example", "http://Registry.example"),
-        ("docker.io", "https://index.docker.io/v1/"),
-        ("docker.io", "registry-1.docker.io"),
-        ("index.docker.io", "docker.io"),
-    ],
-)
+@pytest.mark.parametrize(("registry", "key"), table(__file__, "test_the_login_of_a_registry_is_found_as_docker_finds_it"))
 def test_the_login_of_a_registry_is_found_as_docker_finds_it(registry, key):
     logins = {"auths": {"other.example": {"auth": encoded("x:y")}, key: {"auth": encoded(f"user:{CANARY}:with:colons")}}}
     assert login_for(registry, logins) == RegistryLogin("user", f"{CANARY}:with:colons")
 
 
-def test_the_very_key_wins_over_one_of_the_same_host():
+def test_an_exact_key_wins_over_one_of_the_same_host():
     logins = {"auths": {"https://a.example/v2/": {"auth": encoded("x:old")}, "a.example": {"auth": encoded("x:new")}}}
     assert login_for("a.example", logins) == RegistryLogin("x", "new")
 
@@ -48,11 +36,11 @@ def test_the_very_key_wins_over_one_of_the_same_host():
 @pytest.mark.parametrize(
     "logins", [{}, {"auths": {}}, {"auths": {"a.example:5000": {"auth": encoded("x:y")}}}, {"auths": {"a.example": {}}}]
 )
-def test_no_login_is_none(logins):
+def test_a_missing_login_is_none(logins):
     assert login_for("a.example", logins) is None
 
 
-def test_user_name_and_password_may_stand_alone_and_tokens_are_known():
+def test_user_name_and_password_may_be_separate_and_tokens_are_recognized():
     assert login_for("a", {"auths": {"a": {"username": "u", "password": "p"}}}) == RegistryLogin("u", "p")
     assert login_for("a", {"auths": {"a": {"auth": encoded("u:p"), "identitytoken": "t"}}}) == RegistryLogin("u", "p", "t")
     assert login_for("a", {"auths": {"a": {"auth": encoded("<token>:t")}}}) == RegistryLogin("<token>", "t", "t")
@@ -159,8 +147,21 @@ def test_on_a_users_machine_credential_helpers_are_asked_first(tmp_path, monkeyp
     assert Credentials(mounted.parent).registry_login(registry) is None
 
 
-def test_a_helper_that_is_not_installed_is_said(tmp_path, monkeypatch):
+def test_a_credential_helper_that_is_not_installed_is_reported(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"credsStore": "missing"}))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
     with pytest.raises(DestinationRefusedError, match="credential helper failed"):
+        Credentials(tmp_path / "not-mounted").registry_login("a.example")
+
+
+@pytest.mark.parametrize("answer", ["{}", '{"Username": "u"}', "[]", "no JSON", "[" * 100_000])
+def test_an_answer_of_a_credential_helper_that_is_no_login_is_reported(tmp_path, monkeypatch, answer):
+    helper = tmp_path / "docker-credential-keychain"
+    (tmp_path / "answer").write_text(answer)
+    helper.write_text(f"#!/bin/sh\ncat {tmp_path / 'answer'}\n")
+    helper.chmod(0o755)
+    (tmp_path / "config.json").write_text(json.dumps({"credsStore": "keychain"}))
+    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(DestinationRefusedError, match="holds no logins"):
         Credentials(tmp_path / "not-mounted").registry_login("a.example")

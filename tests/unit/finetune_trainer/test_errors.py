@@ -1,7 +1,5 @@
 """Which class of failure an exception means."""
 
-from __future__ import annotations
-
 import errno
 
 import pytest

@@ -1,7 +1,5 @@
 """Files of lines: what crashes and full disks do to them."""
 
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path

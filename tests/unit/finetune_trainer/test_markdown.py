@@ -1,7 +1,5 @@
 """Text of users in Markdown is shown as it is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

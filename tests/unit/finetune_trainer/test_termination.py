@@ -1,7 +1,5 @@
 """How a role ends: its report, its envelope and its exit code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

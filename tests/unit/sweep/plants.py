@@ -1,7 +1,5 @@
 """Faults in the trainer that end in no error: what the oracle of the sweep must notice."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -11,12 +9,8 @@ from unittest.mock import patch
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune_job.plan.run_plan import RunPlan
-from finetune_trainer import context as run_context
-from finetune_trainer.added_tokens import AddedTokens
 from finetune_trainer.checkpoint import checkpoints
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.batches import Batch, PreparedSplit
 from finetune_trainer.model import base_with_tokens
 from finetune_trainer.roles import merge as merge_role
 from finetune_trainer.train import export
@@ -87,41 +81,6 @@ def lost_optimizer_state() -> AbstractContextManager[object]:
     return patch("finetune_trainer.checkpoint.checkpoints.load", forgetful)
 
 
-@contextmanager
-def learnt_prompts() -> Iterator[None]:
-    """The second token of each document is supervised, too."""
-    original = PreparedSplit.batch
-
-    def supervised(split: PreparedSplit, indices: Any) -> Batch:
-        batch = original(split, indices)
-        second = (batch.position_ids == 1) & (batch.input_ids != PADDING)
-        batch.labels[second] = batch.input_ids[second]
-        return batch
-
-    with patch.object(PreparedSplit, "batch", supervised):
-        yield
-
-
-@contextmanager
-def joined_documents() -> Iterator[None]:
-    """Positions are counted through, so that each document sees those before it."""
-    original = PreparedSplit.batch
-
-    def joined(split: PreparedSplit, indices: Any) -> Batch:
-        batch = original(split, indices)
-        batch.position_ids.copy_(torch.arange(batch.position_ids.shape[1]).expand_as(batch.position_ids))
-        return batch
-
-    with patch.object(PreparedSplit, "batch", joined):
-        yield
-
-
-def other_norm() -> AbstractContextManager[object]:
-    """Gradients are clipped by half of their norm."""
-    original = one_step.squared_norm
-    return patch("finetune_trainer.train.step.squared_norm", lambda *arguments: original(*arguments) / 4)
-
-
 def late_rates() -> AbstractContextManager[object]:
     """Each step has the rate of the next one."""
     original = training_run.learning_rate
@@ -129,19 +88,6 @@ def late_rates() -> AbstractContextManager[object]:
         "finetune_trainer.train.run.learning_rate",
         lambda step, total, training: original(min(step + 1, total - 1), total, training),
     )
-
-
-def untrained_head() -> AbstractContextManager[object]:
-    """Rows of added tokens are trained of the embedding alone."""
-    original = run_context.with_trained_rows
-
-    def of_embedding(plan: RunPlan, added: AddedTokens) -> RunPlan:
-        method = original(plan, added).method
-        assert method.lora is not None
-        lora = method.lora.model_copy(update={"separate_token_rows": {}})
-        return plan.model_copy(update={"method": method.model_copy(update={"lora": lora})})
-
-    return patch("finetune_trainer.context.with_trained_rows", of_embedding)
 
 
 def forgotten_row() -> AbstractContextManager[object]:

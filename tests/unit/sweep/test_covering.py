@@ -1,7 +1,5 @@
 """The cases of the sweep cover what they are said to cover."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

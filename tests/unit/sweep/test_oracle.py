@@ -1,7 +1,5 @@
 """The sweep's oracle on real runs: right ones work, and each planted fault is called silently wrong."""
 
-from __future__ import annotations
-
 import ast
 import math
 from collections.abc import Iterator
@@ -100,15 +98,11 @@ def test_what_the_rules_refuse_is_run_behind_the_trainers_own_refusals(material:
         (CASE, "wrong_gradient", "gradient of"),
         (CASE, "zeroed_adapter", "adapter file"),
         (CASE, "lost_optimizer_state", "weights at the end of a resumed run"),
-        (CASE, "learnt_prompts", "gradient"),
-        (CASE, "joined_documents", "gradient"),
-        (CASE, "other_norm", "gradient norm of step 1"),
         (CASE, "late_rates", "weights after the optimizer's steps"),
         (CASE, "wrong_scaling", "logits of the merged model"),
         # Noise is drawn in all steps but one, and that one is compared.
         (DROPPING, "half_gradient", "step 2: gradient of"),
         (ROUTED, "other_experts", "gradient of"),
-        (ADDING, "untrained_head", "trained parameters: 1 missing"),
         (ADDING, "forgotten_row", "base with added tokens"),
         (ADDING, "swapped_rows", "merged rows: embedding"),
     ],
@@ -145,7 +139,7 @@ def test_the_oracle_imports_nothing_of_the_product() -> None:
     modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert {module.partition(".")[0] for module in modules} == {
-        *("__future__", "collections", "dataclasses", "fractions", "math", "numpy", "torch"),
+        *("collections", "dataclasses", "fractions", "math", "numpy", "torch")
     }
 
 

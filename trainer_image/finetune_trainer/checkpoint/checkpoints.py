@@ -24,14 +24,14 @@ _HINT = (
     "reports next to it, then start again"
 )
 FAILURES_IN_A_ROW = 2
-"""Number of failed saves in a row that end the run. A single periodic save may fail, since the next one may find room."""
+"""Number of failed saves in a row that end the run. A single periodic save may fail, since there may be room for the next."""
 
 
 class Checkpoints:
     """The checkpoints of one run. All ranks call each method together.
 
-    An asynchronous save is written by a thread from a copy in host memory. It gets its name at the first step boundary at which
-    all ranks have written, so that every collective stays in the main thread. A kill before that leaves the previous checkpoint.
+    A thread writes an asynchronous save from a copy in host memory. The checkpoint gets its name at the first step boundary at
+    which all ranks have written, so all collectives stay in the main thread. A kill before that leaves the previous checkpoint.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Checkpoints:
         first_values: str | None = None,
         is_replicated: bool = False,
     ) -> None:
-        """is_replicated: whether every rank keeps all of each piece."""
+        """is_replicated: whether every rank holds whole parameters, so ranks divide what is written."""
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
         self._written = share(pieces, gang.rank, gang.world_size) if is_replicated else pieces
         self._plan = context.plan.checkpoint
@@ -69,7 +69,7 @@ class Checkpoints:
     def resume(self) -> Manifest | None:
         """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
 
-        Raises CheckpointError, also if this run has completed one and none can be used.
+        Raises CheckpointError, also if this run has completed checkpoints but none can be used.
         """
         self._newest = newest_valid(self._root, self._gang, self._origin)
         if self._newest is None:
@@ -82,7 +82,7 @@ class Checkpoints:
         return manifest
 
     def _tell_lost_steps(self, step: int) -> None:
-        """Warn if later steps than that of the resumed checkpoint were once saved. This never prevents resuming."""
+        """Warn if steps after that of the resumed checkpoint were once saved. This never prevents resuming."""
         if not self._gang.is_first:
             return
         try:
@@ -100,9 +100,9 @@ class Checkpoints:
             )
 
     def _lost_progress(self, step: int) -> Evidence | None:
-        """Evidence that a later step than this one was saved, or None. Raises OSError."""
+        """Return evidence that a step after this one was saved, or None. Raises OSError."""
         evidence = recorded_progress(self._workspace)
-        # If checkpoints belong to another run, so do the records, unless they know a later step.
+        # Records do not name their run: if another run has checkpoints here, they count only if later than its newest one.
         is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self._origin))
         return evidence if is_lost else None
 
@@ -124,11 +124,12 @@ class Checkpoints:
             )
 
     def due(self, step: int, interval_for_losses: float | None = None) -> bool:
-        """Whether the plan asks for a checkpoint after this step; the same on all ranks. Call this once after each step.
+        """Whether the plan asks for a checkpoint here; the same on all ranks. All ranks call this once after each step.
 
-        interval_for_losses: seconds; used if the plan's interval is adaptive.
-        A save under way is completed here once all ranks have written. This costs a message only while there is one, or if the
-        plan counts seconds, where rank 0's clock decides. Raises SaveError.
+        interval_for_losses: seconds between saves, used if the plan's interval is adaptive.
+
+        A pending save is completed here once all ranks have written. Ranks exchange a message only while a save is pending, or if
+        the interval is in seconds, since then rank 0's clock decides. Raises SaveError.
         """
         if self._under_way is not None:
             (written,) = self._gang.sum([float(self._under_way.is_done)])
@@ -145,9 +146,10 @@ class Checkpoints:
     def save(self, step: int, state: RunState, *, is_best: bool = False, is_last: bool = False) -> None:
         """Save the state after optimizer step `step`.
 
-        is_best: keep it until there is a better one. is_last: the process ends after it, so wait for it.
-        A failed save is logged and counted. Raises SaveError for the last save and for the second failure in a row, on all ranks
-        alike; older checkpoints are unharmed.
+        is_best: keep the checkpoint until there is a better one. is_last: the process ends afterwards, so wait for the save.
+
+        A failed save is logged and counted. Raises SaveError on all ranks for the last save and for the second failure in a row;
+        older checkpoints are unharmed.
         """
         self.wait()
         self._latest_save = time.monotonic()
@@ -171,18 +173,18 @@ class Checkpoints:
             self._complete(is_last=is_last)
 
     def wait(self) -> None:
-        """Complete the save under way, if there is one. Raises SaveError for the second failure in a row."""
+        """Complete the pending save, if there is one. Raises SaveError for the second failure in a row."""
         if self._under_way is not None:
             self._complete(is_last=False)
 
     def complete_step(self) -> int | None:
-        """Step of the newest checkpoint that is known to be complete."""
+        """Step of the newest checkpoint that is known to be complete, or None."""
         return self._newest[1].step if self._newest else None
 
     def finished(self) -> tuple[Path, Manifest] | None:
-        """Wait for a save under way; returns the checkpoint to export: the newest, or the best if the plan asks for it.
+        """Wait for a pending save; return the checkpoint to export: the newest, or the best if the plan exports that.
 
-        Raises CheckpointError if the best was damaged.
+        Raises CheckpointError if the best is damaged, SaveError as `wait` does.
         """
         self.wait()
         best = self._best_step
@@ -202,7 +204,7 @@ class Checkpoints:
         if writing is None:
             return
         if self._plan.asynchronous:
-            # The memory is allocated once, pinned if it is copied from a device.
+            # Reuse the memory, which is pinned if it is copied from a device, for all saves.
             self._reused = writing.taken
         try:
             self._newest = commit_save(self._root, writing, self._gang, self._plan.keep)

@@ -1,7 +1,8 @@
-"""Whether two checkpoints, trained results or merged models hold the same bytes, and the first tensor that differs. Without
-torch.
+"""Compares the bytes of two checkpoints, trained results or merged models, and describes the first difference.
 
-Ranges of a parameter are in different files for different numbers of ranks, so values are compared instead of files.
+It needs no torch.
+
+With another number of ranks, ranges of a parameter are in other files, so values are compared instead of files.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from finetune_trainer.checkpoint.manifest import MANIFEST, decode_manifest
 from finetune_trainer.errors import CheckpointError
-from finetune_trainer.files import MANIFEST_FILE, open_regular, read_own, sha256_beneath
+from finetune_trainer.files import open_regular, read_own, sha256_beneath
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_header
 
 _CHUNK_BYTES = 1 << 20
@@ -21,21 +22,8 @@ _SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
-class ByteDifference:
-    """The first difference."""
-
-    what: str
-    """Name of a tensor, of a value of the state, or of a file."""
-    detail: str
-    """How it differs, as the end of a sentence that begins with the name."""
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.detail}"
-
-
-@dataclass(frozen=True)
 class _Part:
-    """Elements of a tensor from `start` on, in one file."""
+    """The part of a tensor that is in one file; `start` is its first element."""
 
     start: int
     header: TensorHeader
@@ -49,8 +37,8 @@ _Tensors = Mapping[str, Sequence[_Part]]
 """The parts of each tensor, in order."""
 
 
-def checkpoint_difference(expected: Path, found: Path) -> ByteDifference | None:
-    """The first difference between two checkpoints: of parameters, optimizer state, or other state that a run resumes from.
+def checkpoint_difference(expected: Path, found: Path) -> str | None:
+    """Describe the first difference between two checkpoints, in parameters, optimizer state, or other state for resuming.
 
     Raises CheckpointError, BrokenCheckpointError, OSError.
     """
@@ -62,15 +50,15 @@ def checkpoint_difference(expected: Path, found: Path) -> ByteDifference | None:
     return tensors or _first_value(ours, theirs)
 
 
-def results_difference(expected: Path, found: Path, names: Sequence[str]) -> ByteDifference | None:
-    """The first difference between files of these names in two directories: tensors of weights, bytes of other files.
+def results_difference(expected: Path, found: Path, names: Sequence[str]) -> str | None:
+    """Describe the first difference between files with these names in two directories; for a file of weights, by tensor.
 
     Raises BrokenCheckpointError, OSError.
     """
     for name in sorted(names, key=lambda name: not name.endswith(_SUFFIX)):
         missing = [path for path in (expected / name, found / name) if not path.is_file()]
         if missing:
-            return ByteDifference(name, f"is missing in {missing[0].parent}")
+            return f"{name} is missing in {missing[0].parent}"
         if name.endswith(_SUFFIX):
             ours, theirs = (
                 {header.name: [_Part(0, header)] for header in read_header(place / name)} for place in (expected, found)
@@ -78,37 +66,9 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> Byt
             difference = _first_tensor(ours, theirs)
             if difference is not None:
                 return difference
-        elif read_own(expected / name) != read_own(found / name):
-            return ByteDifference(name, "has other bytes")
+        if sha256_beneath(expected, name) != sha256_beneath(found, name):
+            return f"{name} has other bytes"
     return None
-
-
-def merged_difference(expected: Path, found: Path, recorded: Mapping[str, str]) -> ByteDifference | None:
-    """The first file that differs between two merged models, by SHA-256, and the first differing tensor of weights.
-
-    Their manifests name what they were merged from, and are not compared.
-    recorded: SHA-256 by name, from the checksums of the expected model's results, whose files may be gone; empty: there are none.
-    Raises BrokenCheckpointError, OSError.
-    """
-    written = _files_of(found)
-    names = {*(recorded or _files_of(expected)), *written} - {MANIFEST_FILE}
-    for name in sorted(names, key=lambda name: (not name.endswith(_SUFFIX), name)):
-        if name not in written:
-            return ByteDifference(name, "is not made again")
-        sha256 = sha256_beneath(found, name)
-        own = sha256_beneath(expected, name) if (expected / name).is_file() else None
-        if own is None and name not in recorded:
-            return ByteDifference(name, "is made besides")
-        if own is not None and own != sha256:
-            tensor = results_difference(expected, found, [name]) if name.endswith(_SUFFIX) else None
-            return ByteDifference(name, "has other bytes" if tensor is None else f"has other bytes: {tensor}")
-        if recorded.get(name, sha256) != sha256:
-            return ByteDifference(name, f"is {sha256}, and the run's list of checksums names {recorded[name]}")
-    return None
-
-
-def _files_of(directory: Path) -> set[str]:
-    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
 def _checkpoint_tensors(directory: Path) -> _Tensors:
@@ -124,23 +84,23 @@ def _checkpoint_tensors(directory: Path) -> _Tensors:
     return {name: sorted(parts_of_tensor, key=lambda part: part.start) for name, parts_of_tensor in parts.items()}
 
 
-def _first_tensor(expected: _Tensors, found: _Tensors) -> ByteDifference | None:
+def _first_tensor(expected: _Tensors, found: _Tensors) -> str | None:
     for name, ours in expected.items():
         theirs = found.get(name)
         if theirs is None:
-            return ByteDifference(name, "is not there")
+            return f"{name} is not there"
         forms = [(parts[0].header.dtype, parts[-1].stop) for parts in (ours, theirs)]
         if forms[0] != forms[1]:
-            return ByteDifference(name, f"has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}")
+            return f"{name} has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}"
         index = _first_element(_values(ours), _values(theirs))
         if index is not None:
-            return ByteDifference(name, f"differs from value {index // DTYPE_BYTES[forms[0][0]]} on")
+            return f"{name} differs from value {index // DTYPE_BYTES[forms[0][0]]} on"
     extra = [name for name in found if name not in expected]
-    return ByteDifference(extra[0], "is there besides") if extra else None
+    return f"{extra[0]} is there besides" if extra else None
 
 
 def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
-    """Position of the first byte that differs, or None. Chunks of both may end at different places."""
+    """Return the position of the first byte that differs, or None. Chunks of the two may end at different places."""
     position, left, right = 0, b"", b""
     while True:
         left, right = left or next(ours, b""), right or next(theirs, b"")
@@ -169,8 +129,8 @@ def _values(parts: Sequence[_Part]) -> Iterator[bytes]:
                 remaining -= len(chunk)
 
 
-def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> ByteDifference | None:
+def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     for name, value in expected.items():
         if found[name] != value:
-            return ByteDifference(name, f"is {found[name]}, expected is {value}")
+            return f"{name} is {found[name]}, expected is {value}"
     return None

@@ -1,7 +1,7 @@
-"""Evidence on the workspace of a run's progress if no checkpoint can be read.
+"""Finds evidence on the workspace of a run's progress, for when no checkpoint can be read.
 
-A start at step 0 discards what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints are
-read first: three files, and the reports of ranks of earlier attempts.
+A start at step 0 would discard what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints
+are read first: three files, and rank reports of earlier attempts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from finetune_trainer.json_lines import last_lines
 from finetune_trainer.ranks.reports import read_rank_reports
 
 CHECKPOINT_STEP = "checkpoint_step"
-"""Key in a line of the history: step of the newest checkpoint that was complete then."""
+"""Key in a line of the history for the step of the newest checkpoint that was complete at that time."""
 _STEP_DIGITS = 20
 _NAME_BYTES = 100
-"""Bound of a checkpoint's name, with room to spare."""
+"""Maximum bytes of a checkpoint's name that are read, with room to spare."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,12 @@ class Evidence:
 
     step: int
     path: Path
-    """The file that says so, or the directory of an attempt's reports."""
+    """The file with the evidence, or the directory of an attempt's reports."""
 
 
 def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
-    """The latest step for which a file says that its checkpoint was complete. Raises OSError if a file cannot be read."""
-    # An attempt that began after step 0 has resumed.
+    """The evidence with the latest step, or None. Raises OSError if a file cannot be read."""
+    # An attempt that started after step 0 had resumed from a checkpoint, so its record is evidence of one.
     starts = [line for line in last_lines(workspace.accounts) if line.get("kind") == "started"]
     latest = workspace.checkpoints / LATEST
     records = [
@@ -50,7 +50,7 @@ def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
 
 
 def _reported(workspace: WorkspaceLayout) -> Iterator[Evidence]:
-    """Evidence of ranks that were stopped or finished: they saved their last step, which the history no longer recorded."""
+    """Evidence from reports of ranks that were stopped or finished: they saved their last step, which the history may lack."""
     for attempt in workspace.reports(Role.TRAIN, 0).parent.glob(f"{Role.TRAIN}-*"):
         for report in read_rank_reports(attempt):
             if report.failure is FailureClass.PREEMPTED:

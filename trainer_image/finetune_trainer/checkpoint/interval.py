@@ -1,7 +1,7 @@
-"""How often to save a run that keeps losing attempts. Pure.
+"""Computes how often to save a run that keeps losing attempts.
 
-Young (1974) balances the time that saves take against the steps that a loss discards; Daly, "A higher order estimate of the
-optimum checkpoint interval for restart dumps" (2006), equation 37, corrects it for frequent losses.
+Young (1974) balances the time for saves against the steps that are lost with an attempt. Daly, "A higher order estimate of the
+optimum checkpoint interval for restart dumps" (2006), equation 37, corrects this for frequent losses.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import math
 
 
 def best_interval(save_seconds: float, seconds_between_losses: float) -> float:
-    """Seconds from one save to the next that lose the least time.
+    """The interval in seconds between saves that loses the least time.
 
-    save_seconds: time that steps wait for a save. seconds_between_losses: mean; it is the interval itself if it is at most half a
-    save.
+    save_seconds: time that steps wait for a save. seconds_between_losses: the mean, which is also the result if a save takes at
+    least twice as long.
     """
     if save_seconds >= 2 * seconds_between_losses:
         return seconds_between_losses

@@ -21,9 +21,9 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose bytes are all as written, agreed by all ranks, which share the hashing.
+    """The newest checkpoint whose bytes are all as written. All ranks share the hashing and get the same result.
 
-    Corrupt, truncated, foreign and incomplete checkpoints are logged and skipped.
+    Corrupt, truncated and incomplete checkpoints, and those of other runs, are logged and skipped.
     """
     if gang.is_first:
         remove_leftovers(root)
@@ -38,7 +38,7 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
 
 
 def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tuple[Manifest | None, list[str]]:
-    """The manifest of a checkpoint whose bytes are all as written, or None, and its problems; the same on all ranks.
+    """The manifest, or None if a byte of the checkpoint is not as written, and the problems; the same on all ranks.
 
     origin: None accepts a checkpoint of any run.
     """
@@ -55,10 +55,10 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tup
 
 
 def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, str]:
-    """This run's checkpoints, of which none could be used, newest first, with the problem of each; the same on all ranks.
+    """This run's checkpoints -> the problem of each, newest first; the same on all ranks. Call this if none can be used.
 
-    A checkpoint gets its name last, so a directory with such a name was once complete. It belongs to another run only if its
-    manifest says so: without a readable manifest it may be all that is left of this run's progress.
+    A checkpoint gets its name last, so a directory with such a name was once complete. It counts as another run's only if its
+    manifest says so: one without a readable manifest might be all that is left of this run's progress.
     """
     unusable: dict[str, str] = {}
     if gang.is_first:
@@ -70,7 +70,7 @@ def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, st
 
 
 def newest_foreign_step(root: Path, origin: Origin) -> int:
-    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Each rank calls this on its own."""
+    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Ranks need not call it together."""
     for directory in checkpoint_directories(root):
         if isinstance(_manifest_problem(directory, origin), ForeignCheckpointError):
             return checkpoint_step(directory.name) or 0
@@ -78,7 +78,7 @@ def newest_foreign_step(root: Path, origin: Origin) -> int:
 
 
 def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSError | None:
-    """The error of a checkpoint's manifest, or None if it is one of this run."""
+    """Return the error of reading a checkpoint's manifest; None if it can be read and is of this run."""
     try:
         read_manifest(directory, origin)
     except (CheckpointError, OSError) as error:
@@ -87,10 +87,10 @@ def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSEr
 
 
 def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
-    """Fill parameters and optimizer state of these pieces, and check that nothing was left out.
+    """Load parameters and optimizer state of these pieces, and check that nothing is left out.
 
-    Call this before the first forward pass, from which FSDP 2 may keep gathered weights. Raises CheckpointError if the checkpoint
-    does not cover a piece.
+    Call this before the first forward pass, after which FSDP 2 may keep old gathered weights. Raises CheckpointError if the
+    checkpoint does not cover a piece.
     """
     check_kind(optimizer, manifest.optimizer)
     create_state(optimizer)
@@ -102,15 +102,15 @@ def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optim
             for kind in kinds:
                 reader.read_into(kind, piece.name, piece.start, piece.values(kind, optimizer))
     if reader.names != {piece.name for piece in found}:
-        raise CheckpointError(f"{directory}: holds other parameters than are trained: {sorted(reader.names)[:3]}...")
+        raise CheckpointError(f"{directory}: holds parameters other than those that are trained: {sorted(reader.names)[:3]}...")
     restore_count(optimizer, manifest.optimizer)
 
 
 def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, first_values: str | None) -> None:
-    """Fill these pieces with the trained parameters of another run's checkpoint. The optimizer state is not loaded.
+    """Load the trained parameters of another run's checkpoint into these pieces, without the optimizer state.
 
     first_values: as in Origin. Call this before the first forward pass. Raises CheckpointError on all ranks if the checkpoint is
-    incomplete or has other parameters.
+    incomplete or does not fit.
     """
     manifest, problems = verified_manifest(directory, gang, None)
     if manifest is None:
@@ -125,7 +125,7 @@ def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, firs
 
 
 def full_parameters(directory: Path, manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each trained parameter, whole, one after the other. Raises CheckpointError."""
+    """Yield the name and all values of each trained parameter in turn. Raises CheckpointError."""
     reader = RangeReader(directory, manifest)
     for name in sorted(reader.names):
         yield name, reader.whole(name)
@@ -151,7 +151,7 @@ class RangeReader:
         return tuple(entry.shape), getattr(torch, entry.dtype)
 
     def check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise CheckpointError if the stored parameter has another shape or does not exist."""
+        """Raise CheckpointError if the parameter is not stored in this shape."""
         stored: Mapping[str, list[tuple[str, RangeEntry]]] = self._stored
         if name not in stored or self.form(name)[0] != shape:
             raise CheckpointError(f"{self._directory}: holds no {name} of shape {shape}")
@@ -164,7 +164,7 @@ class RangeReader:
         return tensor
 
     def read_into(self, kind: str, name: str, start: int, target: torch.Tensor) -> None:
-        """Fill the 1-dimensional `target` with the elements from `start` on. Raises CheckpointError if some are not stored."""
+        """Fill 1-dimensional `target` with a parameter's elements from `start` on. Raises CheckpointError if any is missing."""
         stop = start + target.numel()
         filled = 0
         for file, entry in self._stored[name]:

@@ -1,10 +1,10 @@
-"""Names inside the checkpoint directory, and the manifest that proves a checkpoint.
+"""Names inside the checkpoint directory, and the manifest that proves that a checkpoint is complete and undamaged.
 
 step-0000000100/             complete by its name alone
     rank-00000.safetensors   one per rank
     manifest.json            written last: files, sizes, digests, and which range of which parameter is where
 step-0000000200.tmp-<uuid>/  being written, or left by a killed run
-latest                       name of the newest complete checkpoint; loading scans instead, and asks it only if nothing is found
+latest                       name of the newest complete checkpoint; loading scans instead, and reads it only if nothing is found
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def tensor_key(kind: str, name: str) -> str:
 
 
 class ManifestModel(BaseModel):
-    """Base of the manifest's models, which are immutable and refuse unknown fields."""
+    """Base class of the manifest's parts, which are immutable and refuse unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class RangeEntry(ManifestModel):
-    """Elements [start, stop) of a flattened parameter."""
+    """A range of a parameter: elements [start, stop) of its flattened values."""
 
     name: str
     shape: list[int]
@@ -51,7 +51,7 @@ class RangeEntry(ManifestModel):
 
 
 class FileEntry(ManifestModel):
-    """One rank's file."""
+    """The file of one rank."""
 
     name: str
     size: int
@@ -60,45 +60,45 @@ class FileEntry(ManifestModel):
 
 
 class LossScale(ManifestModel):
-    """Factor of the loss, and the number of steps in a row without an overflow."""
+    """The factor on the loss, and for how many steps in a row no gradient has overflowed with it."""
 
     factor: float
     steps: int = 0
 
 
 class RunState(ManifestModel):
-    """State besides tensors that a resumed run needs."""
+    """State of a run, besides tensors, that a resumed run needs."""
 
     initial_eval_loss: float | None = None
     eval_loss: float | None = None
     best_eval_loss: float | None = None
-    """Lowest loss after the first step; None before the first evaluation of trained weights."""
+    """Lowest loss in any evaluation of trained weights; None before the first such evaluation."""
     best_step: int | None = None
     evaluations_without_improvement: int = 0
     loss_scale: LossScale | None = None
-    """None: no loss was scaled yet."""
+    """The loss scale of the next step; None if no loss was scaled yet."""
 
 
 class Origin(ManifestModel):
-    """The run that a checkpoint belongs to. Ranks, sharding and micro-batches may change between its attempts."""
+    """The run to which a checkpoint belongs. Ranks, sharding and micro-batches may change between attempts of a run."""
 
     learning_sha256: str
     """Digest of what the run learns."""
     data_hash: str
     first_values: str | None = None
-    """SHA-256 of the adapters' first values, if these were computed from the base's weights."""
+    """SHA-256 of the file of first values, if adapters start from the base's weights."""
     added_tokens: list[str] = []
     """Tokens that the run added to the base, in the order of their rows."""
 
 
 class OptimizerEntry(ManifestModel):
-    """The optimizer state that each trainable parameter has."""
+    """The optimizer state of each trainable parameter."""
 
     name: str
     tensors: list[str]
-    """Kinds of tensors with one value per element."""
+    """Names of the state tensors that have one value per element of the parameter."""
     step: float | None
-    """The step count in every parameter's state; None: the optimizer has none."""
+    """The step count in every parameter's state; None if the optimizer keeps no count."""
 
 
 class Manifest(ManifestModel):
@@ -106,18 +106,18 @@ class Manifest(ManifestModel):
 
     version: Literal[1] = 1
     step: int
-    """Number of optimizer steps done."""
+    """Number of optimizer steps that were done."""
     optimizer: OptimizerEntry
     origin: Origin
     world_size: int
     best_step: int | None = None
-    """Step of the best checkpoint that was complete at this step, this one included."""
+    """Step of the best checkpoint so far, including this one."""
     state: RunState
     files: list[FileEntry]
 
     def encode(self) -> bytes:
-        """Canonical JSON with its own digest, so that any changed byte is detected."""
-        # Left out as in earlier releases, which did not have these fields.
+        """Encode as canonical JSON that includes its own digest, so that any changed byte is detected."""
+        # If empty, these fields are left out, as in earlier releases, which did not have them.
         left_out = {"origin": {name for name in ("first_values", "added_tokens") if not getattr(self.origin, name)}}
         body = self.model_dump(mode="json", exclude=left_out)
         return _canonical({**body, "sha256": _digest(body)})
@@ -136,8 +136,7 @@ def decode_manifest(encoded: bytes) -> Manifest:
 
 
 def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
-    """Read the manifest of a checkpoint of this run and data, and compare sizes, but not digests of files. Raises
-    CheckpointError.
+    """Read the manifest of a checkpoint of this run and data; check the sizes of files, but not digests. Raises CheckpointError.
 
     origin: None accepts a checkpoint of any run.
     """
@@ -146,27 +145,27 @@ def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
     except OSError as error:
         raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
     if directory.name != checkpoint_name(manifest.step):
-        raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, which its name does not say")
+        raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, but is named for another step")
     if origin is not None:
         _check_origin(directory, manifest.origin, origin)
     if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
         raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:
         path = directory / entry.name
-        # The target of a link may change after it was verified.
+        # Links are refused, because the target of a link may change after it was verified.
         size = path.stat().st_size if path.is_file() and not path.is_symlink() else None
         if size != entry.size:
             raise CheckpointError(
-                f"{path}: " + ("is missing" if size is None else f"has {size} bytes, {entry.size} were written")
+                f"{path}: " + ("is missing" if size is None else f"has {size} bytes, but {entry.size} were written")
             )
     return manifest
 
 
 def _check_origin(directory: Path, stored: Origin, origin: Origin) -> None:
     if stored.learning_sha256 != origin.learning_sha256:
-        raise ForeignCheckpointError(f"{directory}: belongs to run {stored.learning_sha256}, this is {origin.learning_sha256}")
+        raise ForeignCheckpointError(f"{directory}: belongs to run {stored.learning_sha256}, not to {origin.learning_sha256}")
     if stored.data_hash != origin.data_hash:
-        raise CheckpointError(f"{directory}: was trained on data {stored.data_hash}, prepared is {origin.data_hash}")
+        raise CheckpointError(f"{directory}: was trained on data {stored.data_hash}, but {origin.data_hash} is prepared")
     if stored.first_values != origin.first_values:
         raise CheckpointError(
             f"{directory}: was trained from first values {stored.first_values}, computed are {origin.first_values}"
@@ -174,7 +173,7 @@ def _check_origin(directory: Path, stored: Origin, origin: Origin) -> None:
 
 
 def verify_file(directory: Path, entry: FileEntry) -> None:
-    """Compare the file's digest. Raises CheckpointError."""
+    """Compare the file's digest with its entry. Raises CheckpointError."""
     sha256 = file_sha256(directory / entry.name)
     if sha256 != entry.sha256:
         raise CheckpointError(f"{directory / entry.name}: has sha256 {sha256}, {entry.sha256} was written")

@@ -1,4 +1,4 @@
-"""Removing checkpoints: those older than the newest `keep` valid ones, except the best. Damaged ones do not count as kept."""
+"""Removes checkpoints that are older than the newest `keep` valid ones, except the best. Damaged ones do not count as kept."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune_trainer.files import TEMPORARY_MARK, remove_tree
 
 log = logging.getLogger(__name__)
 FEWEST_KEPT = 2
-"""At least two are kept, since the newest may be damaged by the next crash."""
+"""Minimum number of checkpoints that are kept, since the next crash may damage the newest."""
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Directories with the name of a checkpoint, newest step first."""
+    """Directories that have the name of a checkpoint, latest step first."""
     if not root.is_dir():
         return []
     steps = [(step, path) for path in root.iterdir() if (step := checkpoint_step(path.name)) is not None]
@@ -25,10 +25,10 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 
 def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
-    """Steps to remove, of manifests by step; None is a damaged checkpoint.
+    """The steps of `found` to remove. found: manifests by step; None: the checkpoint is damaged.
 
-    All steps below the oldest of the newest `keep` valid ones are removed, none while there are fewer. A best checkpoint that one
-    of the kept ones names stays, because a run that resumes may have to export it.
+    All steps before the newest `keep` valid ones are removed; if there are fewer valid ones, none is. A best checkpoint that a
+    kept one names stays, because a resumed run may have to export it.
     """
     kept = [found[step] for step in sorted(found, reverse=True) if found[step] is not None][: max(keep, FEWEST_KEPT)]
     valid = [manifest for manifest in kept if manifest is not None]
@@ -39,7 +39,7 @@ def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
 
 
 def prune(root: Path, keep: int, origin: Origin) -> None:
-    """Remove outdated checkpoints. A directory is renamed first, so that a partly removed one is never taken for a checkpoint."""
+    """Remove outdated checkpoints. A directory is renamed first, so that a partly removed one never counts as a checkpoint."""
     directories = {step: path for path in checkpoint_directories(root) if (step := checkpoint_step(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
@@ -49,7 +49,7 @@ def prune(root: Path, keep: int, origin: Origin) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs left half-written. Only one attempt of a job runs at a time."""
+    """Remove what killed runs left half-written. This is safe, since only one attempt of a job runs at a time."""
     if root.is_dir():
         for path in root.glob(f"*{TEMPORARY_MARK}*"):
             log.info("removing %s, which was left incomplete", path.name)

@@ -1,9 +1,9 @@
-"""Writes a checkpoint: a temporary directory, a file of each rank, the manifest, the rename, `latest`; only then old ones are
+"""Writes a checkpoint: a temporary directory, a file per rank, the manifest, the rename, `latest`. Only then are old ones
 removed.
 
-A thread writes a rank's state durably: from a copy in host memory if training continues meanwhile, else directly, a few megabytes
-at a time. The safetensors library is not used, since its save hides error numbers, keeps Python's lock and needs a second pass to
-hash.
+A thread writes a rank's state durably: from a copy in host memory if training continues meanwhile, otherwise directly, a few
+megabytes at a time. It does not use the safetensors library, whose save hides error numbers, keeps Python's lock, and would need
+a second pass for the digest.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ _CLAIM = "the claim that holds the workspace"
 _UNHARMED = "the older checkpoints are unharmed"
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
-"""Bytes that are written and hashed at a time, so that they are still in a cache when they are hashed."""
+"""Bytes that are hashed and written at a time, so that they are still in a cache for the second of the two."""
 _ALIGNMENT = 8
 _Failure = tuple[str, int | None]
-"""Message and error number of a rank's error, as ranks send it to each other."""
+"""Message and error number of a rank's error, in the form that ranks send to each other."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's state at a step boundary: a copy in host memory or, if training waits for the save, what is trained itself."""
+    """This rank's state at a step boundary: a copy in host memory or, if training waits for the save, the trained tensors."""
 
     tensors: Mapping[str, torch.Tensor]
     pieces: tuple[RangeEntry, ...]
@@ -62,19 +62,19 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """One rank's file that is being written: `begin_save` on all ranks, then `commit_save`."""
+    """A save that `begin_save` has begun and `commit_save` will complete: one rank's file is being written."""
 
     temporary: Path
     unfinished: Manifest
-    """The manifest without its files."""
+    """The manifest, whose list of files is still empty."""
     taken: Snapshot
     thread: threading.Thread
     outcome: list[FileEntry | BaseException]
-    """It has one element when the thread has ended."""
+    """The thread's result or error; empty until the thread ends."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the thread has ended, with or without having written the file."""
+        """Whether the thread has ended, even if it could not write the file."""
         return not self.thread.is_alive()
 
 
@@ -91,10 +91,10 @@ def begin_save(
     reused: Snapshot | None = None,
     is_copied: bool = True,
 ) -> PendingSave:
-    """Begin to write the state after optimizer step `step`; called by all ranks together.
+    """Begin to write the state after optimizer step `step`. All ranks call this together.
 
-    reused: an earlier snapshot, whose memory is reused. is_copied: training may continue before the state is written; otherwise
-    `commit_save` must follow at once. Raises SaveError on all ranks alike.
+    reused: an earlier snapshot, whose memory is reused. is_copied: whether to write a copy, so that training may continue;
+    otherwise `commit_save` must follow at once. Raises SaveError on all ranks.
     """
     temporary = root / gang.from_first(f"{checkpoint_name(step)}{TEMPORARY_MARK}{uuid.uuid4().hex}", EntryName)
     _by_first(gang, lambda: temporary.mkdir(parents=True), temporary)
@@ -117,9 +117,9 @@ def begin_save(
 
 
 def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
-    """Wait for all files and give the checkpoint its name; called by all ranks together. Returns its directory and manifest.
+    """Wait for all files and give the checkpoint its name. All ranks call this together. Returns its directory and manifest.
 
-    Killed at any moment, it leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks alike.
+    A kill at any moment leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks.
     """
     writing.thread.join()
     (outcome,) = writing.outcome
@@ -141,7 +141,7 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
             write_durably(root / LATEST, f"{final.name}\n".encode())
             prune(root, keep, manifest.origin)
         except OSError:
-            # The checkpoint itself is complete; the next one prunes again.
+            # This checkpoint is complete; the next save tries again to remove old ones.
             log.exception("old checkpoints could not be removed")
     gang.barrier()
     return final, manifest
@@ -150,19 +150,19 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
 def _write(path: Path, taken: Snapshot, outcome: list[FileEntry | BaseException]) -> None:
     try:
         outcome.append(write_rank_file(path, taken))
-    except BaseException as error:  # noqa: BLE001 - raised in the main thread, which can judge it
+    except BaseException as error:  # noqa: BLE001 - `commit_save` raises it in the main thread
         outcome.append(error)
 
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     write_durably(temporary / MANIFEST, manifest.encode())
-    # Only a checkpoint that was refused while loading can be here: a valid one would have been resumed from.
+    # A checkpoint with this name was refused while loading, since the run would have resumed from a valid one.
     remove_tree(final)
     publish_directory(temporary, final)
 
 
 def _by_first(gang: Gang, action: Callable[[], None], temporary: Path) -> None:
-    """Let rank 0 do something on the file system, and let all ranks know whether it failed."""
+    """Run `action` on rank 0, and raise SaveError on all ranks if it failed."""
     error: _Failure | None = None
     if gang.is_first:
         try:
@@ -193,7 +193,7 @@ def _discard(temporary: Path, gang: Gang) -> None:
 def take_snapshot(
     found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor], *, is_copied: bool
 ) -> Snapshot:
-    """Take a snapshot of parameters and optimizer state, copied to host memory or not.
+    """Take a snapshot of parameters and optimizer state. is_copied: whether to copy them to host memory.
 
     reused: tensors of an earlier snapshot, which are overwritten.
     """
@@ -213,17 +213,13 @@ def take_snapshot(
                 copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
             tensors[key] = copy.copy_(values, non_blocking=True)
     if on_device:
-        # Waits until the copies are made, or until the step is computed that another thread is to read.
+        # Wait for the copies or, without copies, for the end of the step whose results another thread will read.
         torch.cuda.synchronize()
     return Snapshot(
         tensors,
         tuple(
             RangeEntry(
-                name=piece.name,
-                shape=list(piece.shape),
-                dtype=dtype_name(piece.holder.dtype),
-                start=piece.start,
-                stop=piece.stop,
+                name=piece.name, shape=list(piece.shape), dtype=dtype_name(piece.holder.dtype), start=piece.start, stop=piece.stop
             )
             for piece in found
         ),
@@ -231,7 +227,7 @@ def take_snapshot(
 
 
 def write_rank_file(path: Path, taken: Snapshot) -> FileEntry:
-    """Write a snapshot durably; returns its name, size and digest. Raises OSError."""
+    """Write a snapshot durably; returns the file's entry for the manifest. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for part in _parts(taken.tensors):
@@ -256,7 +252,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """Header and values, a few at a time, so that only a little of a device's values is in host memory."""
+    """Yield header and values in small parts, so that host memory holds only a few of a device's values."""
     yield _header(tensors)
     for tensor in tensors.values():
         values = tensor.view(torch.uint8)

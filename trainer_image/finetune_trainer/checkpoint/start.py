@@ -1,7 +1,7 @@
-"""The checkpoint of another run whose trained parameters are the first ones of this run. Without torch.
+"""The checkpoint of another run with whose trained parameters this run starts. Imports no torch.
 
-The two jobs learn different things, so only the parameters must be the same ones. A checkpoint does not contain the base model;
-the user must make sure that both jobs have the same one.
+The two jobs may learn different things; only names and shapes of parameters must be equal. A checkpoint does not contain the base
+model, so the user must make sure that both jobs have the same one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ START_HINT = f"name a whole checkpoint of a job with the same base model and met
 
 
 def start_directory(context: RunContext) -> Path | None:
-    """Directory of the checkpoint; None: the run begins with the method's own values. Raises CheckpointError if links lead out of
-    the claim.
+    """Directory of that checkpoint; None: the run starts with the method's own values. Raises CheckpointError if links lead out
+    of its claim.
     """
     location = context.plan.training.start_from
     if location is None:
@@ -39,9 +39,9 @@ def start_problem(
     first_values: str | None = None,
     added_tokens: Sequence[str] | None = None,
 ) -> str:
-    """Why a run that trains parameters of these names and shapes cannot begin with the checkpoint; empty if it can.
+    """Say why a run that trains parameters of these names and shapes cannot start from the checkpoint; empty if it can.
 
-    first_values, added_tokens: as in Origin; None: not known yet, or there are none.
+    first_values, added_tokens: as in Origin; None: not compared, because they are unknown or do not exist.
     """
     stored = {entry.name: tuple(entry.shape) for file in manifest.files for entry in file.pieces}
     other = sorted(stored.keys() ^ trained.keys())

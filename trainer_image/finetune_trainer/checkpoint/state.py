@@ -1,7 +1,7 @@
-"""The content of a checkpoint: the flat ranges of trainable parameters that this rank keeps, and their optimizer state.
+"""The content of a checkpoint: the flat ranges of trainable parameters that this rank holds, and their optimizer state.
 
-Every kind of sharding used here cuts parameters into contiguous ranges of their row-major values, so one format serves all, and
-any world size can read it. Optimizer state is created before the first step: created late it can stay empty after a load.
+All kinds of sharding used here cut parameters into contiguous ranges of their row-major values, so they share one format, which
+any world size can read. Optimizer state is created before the first step, so that a load can fill it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from finetune_trainer.errors import CheckpointError, InvariantError
 from finetune_trainer.ranks.gang import Gang
 
 PARAMETER = "param"
-"""Kind of a parameter's own values; tensors of optimizer state have the optimizer's names."""
+"""Kind of a parameter's own values; for tensors of optimizer state, the kind is the optimizer's name for them."""
 STEP = "step"
-"""Name of the count in the state of optimizers that count their steps."""
+"""Name of the step count in the state of optimizers that have one."""
 WRAPPER_PREFIX = "_fsdp_wrapped_module."
 """Prefix that FSDP 1 puts into module names."""
 
 
 @dataclass(frozen=True)
 class ParameterRange:
-    """Elements [start, stop) of the parameter `name`, kept at [offset, offset + stop - start) of `holder`'s local values."""
+    """Elements [start, stop) of a parameter, which are at [offset, offset + stop - start) in `holder`'s local values."""
 
     name: str
-    """Name in the model before it was sharded."""
+    """Name of the parameter in the model before sharding."""
     shape: tuple[int, ...]
-    """Global shape."""
+    """Global shape of the parameter."""
     start: int
     stop: int
     holder: nn.Parameter
@@ -43,11 +43,11 @@ class ParameterRange:
     offset: int
 
     def values(self, kind: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """A writable 1-dimensional view of this piece of the parameter or of one of its states, on its own device."""
+        """A writable 1-dimensional view, on its device, of this piece of the parameter or of one of its state tensors."""
         return self.parameter_values() if kind == PARAMETER else self._part(optimizer.state[self.holder][kind])
 
     def parameter_values(self) -> torch.Tensor:
-        """A writable 1-dimensional view of this piece of the parameter, on its own device."""
+        """A writable 1-dimensional view, on its device, of this piece of the parameter."""
         return self._part(self.holder.detach())
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class ParameterRange:
 
 
 def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
-    """The ranges that this rank writes of pieces that every rank keeps: together the ranks write each value once."""
+    """Divide pieces that every rank holds: return the ranges that this rank writes, so that ranks write each value once."""
     return [
         replace(piece, start=first, stop=last, offset=piece.offset + first - piece.start)
         for piece in found
@@ -67,7 +67,7 @@ def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[P
 
 
 def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:
-    """This rank's pieces of all trainable parameters, empty ones included, sorted by name. frozen: include frozen parameters."""
+    """This rank's pieces of all trainable parameters, also empty pieces, sorted by name. frozen: include frozen parameters."""
     if isinstance(model, FullyShardedDataParallel):
         ranges = list(_flat_ranges(model))
     else:
@@ -98,7 +98,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             continue
         flat = handle.flat_param
         prefix = f"{unit_name}.".replace(WRAPPER_PREFIX, "") if unit_name else ""
-        # torch 2.15 keeps the places of parameters in a flat one only in private attributes.
+        # torch 2.15 keeps the places of parameters in a flat parameter only in private attributes.
         names, shapes, originals = flat._fqns, flat._shapes, flat._params or [None] * len(flat._fqns)  # noqa: SLF001
         for fqn, shape, info, original in zip(names, shapes, flat._shard_param_infos, originals, strict=True):  # noqa: SLF001
             holder = original if original is not None else flat
@@ -106,7 +106,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             if not info.in_shard:
                 yield ParameterRange(name, tuple(shape), 0, 0, holder, 0)
                 continue
-            # The optimizer knows either the flat parameter or, with use_orig_params, a view of exactly this range.
+            # The optimizer has either the flat parameter, in which this range has an offset, or a view of exactly this range.
             offset = 0 if original is not None else info.offset_in_shard
             yield ParameterRange(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
 
@@ -120,7 +120,7 @@ def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[Parameter
 
 
 def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
-    """The tensors that this optimizer keeps. Raises InvariantError for an optimizer whose state is not known here."""
+    """The form of this optimizer's state. Raises InvariantError for an optimizer that is not known here."""
     name = type(optimizer).__name__
     if name not in list(OptimizerName):
         raise InvariantError(f"checkpoints do not know the state of {name}")
@@ -130,14 +130,14 @@ def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state that the optimizer would create at its first step."""
+    """Give every parameter without state the state that the optimizer would create at its first step."""
     form = state_form(optimizer)
     for parameter in _parameters(optimizer):
         if optimizer.state[parameter]:
             continue
         state = {kind: torch.zeros_like(parameter, memory_format=torch.preserve_format) for kind in form.tensors}
         if form.is_counted:
-            # A fused step reads the count on the parameter's own device.
+            # A fused step reads the count on the parameter's own device; other steps read it on the CPU.
             device = parameter.device if optimizer.defaults.get("fused") else torch.device("cpu")
             state[STEP] = torch.zeros((), dtype=torch.float32, device=device)
         optimizer.state[parameter] = state
@@ -146,8 +146,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
     """The manifest's entry for the optimizer, from its state.
 
-    Raises InvariantError if a parameter's state is incomplete, or has more tensors, other shapes, or another count than the
-    others.
+    Raises InvariantError if a parameter's state has missing or surplus tensors or other shapes, or if step counts differ.
     """
     form = state_form(optimizer)
     expected = {*form.tensors, *([STEP] if form.is_counted else [])}
@@ -167,9 +166,9 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
-    """The manifest's entry for all ranks. A rank without elements of any parameter does not know the count.
+    """The manifest's entry for the optimizer on all ranks. A rank that holds no element of any parameter does not know the count.
 
-    Called by all ranks together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
+    All ranks call this together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
     """
     entry = optimizer_entry(optimizer)
     knows = any(parameter.numel() for parameter in _parameters(optimizer))
@@ -187,7 +186,7 @@ def check_kind(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
 
 
 def restore_count(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
-    """Set every parameter's count, and check that all state is as the manifest says. Raises InvariantError if it is not."""
+    """Set every parameter's step count. Raises InvariantError if the state is then not as the manifest says."""
     for parameter in _parameters(optimizer):
         if entry.step is not None:
             optimizer.state[parameter][STEP].fill_(entry.step)

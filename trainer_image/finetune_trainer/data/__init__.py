@@ -1,1 +1,1 @@
-"""Records on a claim -> token sequences on the workspace -> batches: read, tokenize, pack, shards, batches, permutation."""
+"""Turns records on a claim into token sequences on the workspace, and these into batches."""

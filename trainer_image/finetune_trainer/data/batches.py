@@ -1,8 +1,8 @@
-"""Prepared sequences -> tensors. Reads only what a batch needs; the same indices give the same bytes on every machine.
+"""Turns prepared sequences into tensors. Reads only what a batch needs; the same indices give the same bytes on every machine.
 
-Called by the training loop and by verification. A sequence is one or more whole documents. Invariant: within a row each document,
-and the padding after the last one, begins at position 0, which is how transformers' attention (sdpa, eager; no attention mask
-given) keeps them apart; and the first token of a document is never supervised, because the token before it is another document's.
+Called by training loop and verification. A sequence is one or more whole documents. Invariants: within a row, positions start at
+0 with each document, and with the padding after the last; by this transformers' attention (sdpa, eager; without a mask) separates
+them. The first token of a document is never supervised, because the token before it belongs to another document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from finetune_trainer.data.shards import (
     SplitArrays,
     SplitTables,
     TokenShards,
-    TokenSource,
     map_tables,
     read_manifest,
     verify_files,
@@ -33,10 +32,10 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class Batch:
-    """Tensors int64 of shape [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`, not shifted yet.
+    """The int64 tensors of a batch, of shape [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`, not shifted yet.
 
     Give the model `input_ids` and `position_ids`, no attention mask, and `use_cache=False`: transformers looks for packed
-    documents only where there is neither mask nor cache.
+    documents only if there is neither a mask nor a cache.
     """
 
     input_ids: torch.Tensor
@@ -44,11 +43,11 @@ class Batch:
     position_ids: torch.Tensor
     num_supervised_tokens: int
     document_lengths: tuple[int, ...]
-    """Tokens of each document, padding not counted."""
+    """Number of tokens of each document, without padding."""
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to `device` without waiting for the copy.
+    """Start copying a host tensor to `device`, and do not wait until it is copied.
 
     A GPU copies in the background only from pinned pages.
     """
@@ -58,7 +57,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class PreparedSplit:
     """The sequences of one split."""
 
-    def __init__(self, tables: SplitTables, tokens: TokenSource, pad_token_id: int, least_length: int = 1) -> None:
+    def __init__(self, tables: SplitTables, tokens: SplitArrays | TokenShards, pad_token_id: int, least_length: int = 1) -> None:
         """least_length: shorter rows are padded to this length."""
         self._tables = tables
         self._tokens = tokens
@@ -67,14 +66,12 @@ class PreparedSplit:
 
     @classmethod
     def of(cls, arrays: SplitArrays, pad_token_id: int) -> PreparedSplit:
-        """A split in memory."""
+        """Make a split from arrays in memory."""
         return cls(arrays.tables, arrays, pad_token_id)
 
     @classmethod
     def open_held_out(cls, directory: Path) -> PreparedSplit | None:
-        """Open the held-out records alone; returns None if there are none. None if there are none. Raises PreparedDataError as
-        `open` does.
-        """
+        """Open only the held-out records; returns None if there are none. Raises PreparedDataError as `open` does."""
         manifest = read_manifest(directory)
         if VALIDATION not in manifest["splits"]:
             return None
@@ -88,12 +85,12 @@ class PreparedSplit:
 
     @property
     def num_documents(self) -> int:
-        """Number of different documents. Two sequences may hold the same document where the data set's weight is above 1."""
+        """Number of different documents. If a data set's weight is above 1, several sequences may hold the same document."""
         return len(self._tables.document_ends)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of the documents, each counted once."""
+        """Number of tokens of all documents, each counted once."""
         return int(self._tables.document_ends[-1])
 
     @property
@@ -102,11 +99,11 @@ class PreparedSplit:
         return int(self._tables.supervised_tokens.sum())
 
     def supervised_tokens(self, indices: Sequence[int]) -> int:
-        """Supervised tokens of these sequences together, without reading their tokens."""
+        """Number of supervised tokens of these sequences together, without reading their tokens."""
         return int(sum(self._tables.supervised_tokens[index] for index in indices))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """These sequences as rows, in this order, padded to the longest. Raises IndexError for one that does not exist."""
+        """Make a batch of these sequences, in this order, padded to the longest. Raises IndexError for an unknown index."""
         rows = [self._bounds(index) for index in indices]
         longest = max(self._least_length, *(sum(stop - start for start, stop in bounds) for bounds in rows))
         shape = (len(rows), -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE)
@@ -136,7 +133,7 @@ class PreparedSplit:
         return self.marked_document(index)[0]
 
     def marked_document(self, index: int) -> tuple[list[int], list[bool]]:
-        """Token ids of one document, and whether the loss counts the prediction of each. Raises IndexError."""
+        """Token ids of one document, and for each token whether the loss counts its prediction. Raises IndexError."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} is not in 0..{self.num_documents - 1}")
         tokens, supervised = self._tokens.read(*self._document_bounds(index))
@@ -162,7 +159,7 @@ class PreparedData:
 
     train: PreparedSplit
     validation: PreparedSplit | None
-    """None where the plan has no held-out records."""
+    """The held-out data; None if the plan has none."""
     data_hash: str
     """SHA-256 over everything prepared, in hexadecimal."""
 
@@ -182,7 +179,7 @@ class PreparedData:
         return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])
 
     def verification_prompts(self, n: int) -> list[list[int]]:
-        """Token ids of up to `n` whole held-out documents (of training documents where none are held out), spread evenly."""
+        """Token ids of up to `n` whole documents, spread evenly over the held-out data (without it: the training data)."""
         split = self.validation or self.train
         count = min(n, split.num_documents)
         return [split.document(number * split.num_documents // count) for number in range(count)]

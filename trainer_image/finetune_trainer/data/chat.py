@@ -1,27 +1,30 @@
-"""A chat -> its text as the model's template writes it, and the spans of that text that the assistant says.
+"""Turns a chat into its text, as the model's template writes it, and the spans of that text that the assistant writes.
 
-A span goes from the end of the header of the assistant's turn (the text that the template adds to ask for an answer) to the end
-of the token that ends the turn. If the template marks what it generates, its marks are the spans. Otherwise the chat is rendered
-a second time with marks around each content (sentinels.py), since templates drop, trim and rewrite what they are given. What is
-not certain is a problem of the record, never a guess: training on wrong tokens is worse than stopping. render_chat.py renders the
-text, template_probe.py finds out what a template puts around turns. tokenize.py calls this module for records, tokenizer.py for
-the template itself.
+A span begins after the header of the assistant's turn (the text that the template adds to ask for an answer) and ends after the
+token that ends the turn. If the template marks what the assistant generates, these marks are the spans. Otherwise the chat is
+rendered a second time with marks around each content (sentinels.py), since templates drop, trim and rewrite contents. If a span
+is uncertain, the record has a problem: training on wrong tokens is worse than stopping. render_chat.py renders the text;
+template_probe.py finds out what a template puts around turns. tokenize.py calls this module for records, tokenizer.py for the
+template itself.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
+from finetune_trainer.data.other_keys import WEIGHT
 from finetune_trainer.data.records import ASSISTANT, Message, called_name
 from finetune_trainer.data.render_chat import ChatError, Span, render_chat
-from finetune_trainer.data.sentinels import SentinelError, SentinelPositions, read_sentinels, with_sentinels
+from finetune_trainer.data.sentinels import SentinelPositions, read_sentinels, with_sentinels
 
+_WORD = re.compile(r"\w+")
 Turn = tuple[Span, ...]
-"""Spans of what the assistant says in one turn, with the token that ends it. There is more than one only if the template says so.
-"""
+"""Spans of what the assistant says in one turn, with the token that ends it; several only if the template marks several."""
 
 OWN_TEMPLATE = (
     "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
@@ -38,35 +41,43 @@ class RenderedChat:
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template together with what it was seen to write. `template_probe.chat_template` makes it."""
+    """A template and the texts that it was seen to write. `template_probe.chat_template` creates it."""
 
     source: str
     variables: Mapping[str, Any]
-    """Special tokens, by the names under which templates know them."""
+    """Name that templates use -> special token."""
     tracks_generation: bool
     asking: str
     """The text that the template writes between a question and its answer when an answer is asked for."""
     asks: bool
-    """Whether it writes something to ask for an answer."""
+    """Whether the template writes something to ask for an answer."""
     headers: tuple[str, ...]
-    """Texts that open a turn of the assistant; the one that asks for an answer comes first. Empty where only the question's end
-    does.
-    """
+    """Texts that open a turn of the assistant, the first of which asks for one. Empty if turns begin without such a text."""
     stops: Mapping[str, int]
-    """Tokens that end a turn of the assistant, and their ids: one, or another one after the last turn."""
+    """Tokens that end a turn of the assistant, as text -> id of the last one. There are two if the last turn ends differently."""
     call_stops: Mapping[str, int]
-    """Other tokens at which generation stops, with which a turn that calls tools may end."""
+    """Other tokens at which generation stops -> their ids. A turn that calls tools may end with these."""
+
+    def mentions(self, name: str) -> bool:
+        """Whether the template may read a variable or a key of this name."""
+        if _WORD.fullmatch(name):
+            return name in self._words
+        return re.search(rf"\b{re.escape(name)}\b", self.source) is not None
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(_WORD.findall(self.source))
 
     def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The text of a chat. Raises ChatError if the template does."""
+        """Return the text of a chat. Raises ChatError if the template raises an error."""
         return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """The text alone. Raises ChatError if a call of a tool is missing in it."""
+        """Return the text without turns. Raises ChatError, also if a call of a tool is missing in the text."""
         text = self.render(messages, tools)
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if calling:
-            # A name alone may stand in the text for another reason, such as the tool's description.
+            # The text may contain the tool's name for another reason, such as in the tool's description.
             with_marks, first = with_sentinels(messages, text, frozenset(), calls=True)
             marks = read_sentinels(self.render(with_marks, tools), first, len(messages))
             for number in calling:
@@ -74,7 +85,7 @@ class ChatTemplate:
         return RenderedChat(text, ())
 
     def render_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """The text and every turn of the assistant in it. Raises ChatError."""
+        """Return the text and every turn of the assistant in it. Raises ChatError."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         turns: tuple[Turn, ...]
         if self.tracks_generation:
@@ -88,23 +99,25 @@ class ChatTemplate:
                 spans.append(self._turn(text, marks, messages, tools, number=number, earliest=spans[-1][1] if spans else 0))
             turns = tuple((span,) for span in spans)
         for number, turn in zip(numbers, turns, strict=True):
-            said = "".join(text[start:stop] for start, stop in turn)
-            check_calls(number, messages[number], said)
-            self._check_not_silent(number, messages[number], said, text)
+            learnt = "".join(text[start:stop] for start, stop in turn)
+            if messages[number].get(WEIGHT) == 0:  # is not learnt
+                continue
+            check_calls(number, messages[number], learnt)
+            self._check_not_silent(number, messages[number], learnt, text)
         return RenderedChat(text, turns)
 
-    def _check_not_silent(self, number: int, message: Message, said: str, text: str) -> None:
-        """said: the supervised text of the turn."""
+    def _check_not_silent(self, number: int, message: Message, learnt: str, text: str) -> None:
+        """Raise ChatError if the model would learn to say nothing, or "None". learnt: the supervised text of the turn."""
         key, words = f"messages[{number}]", (message["content"] or "").strip()
         for token in (*self.stops, *self.call_stops):
-            said = said.replace(token, "")
-        if message["content"] is None and said.lstrip().startswith(("None", "null")):
-            reason = f"is null, and the template writes {said.strip()[:4]!r} for it"
+            learnt = learnt.replace(token, "")
+        if message["content"] is None and learnt.lstrip().startswith(("None", "null")):
+            reason = f"is null, and the template writes {learnt.strip()[:4]!r} for it"
             raise ChatError(
                 f"{key}.content", reason, 'write "" as the content, or set a spec.data.chatTemplate that asks for content'
             )
-        # If words of the turn stand elsewhere, generation blocks are misplaced, which is reported for the template.
-        if not said.strip() and not (words and words in text):
+        # If the turn's words occur elsewhere in the text, generation blocks are misplaced; that is reported for the template.
+        if not learnt.strip() and not (words and words in text):
             reason = (
                 "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
             )
@@ -115,10 +128,10 @@ class ChatTemplate:
         return {**self.stops, **self.call_stops} if any(message.get("tool_calls") for message in messages) else self.stops
 
     def _tracked(self, spans: Sequence[Span], text: str, num_turns: int, stops: Mapping[str, int]) -> tuple[Turn, ...]:
-        """Group the spans that the template marked by turn.
+        """Group the spans that the template marked into turns.
 
-        A turn ends with the stop token. What is marked directly behind it without another stop token (an end-of-text token after
-        the last turn) belongs to the same turn.
+        A turn ends with a stop token. A span directly after it that holds no stop token (such as an end-of-text token after the
+        last turn) belongs to the same turn.
         """
 
         def has_stop(spans: Sequence[Span]) -> bool:
@@ -136,21 +149,18 @@ class ChatTemplate:
                 "messages",
                 f"the template's generation blocks hold the token that ends a turn ({' or '.join(map(repr, stops))}) in "
                 f"{num_ended} of {num_turns} turns of the assistant, so the model would not learn to stop",
-                "put {% generation %} directly behind the header of the assistant's turn and {% endgeneration %} behind the "
+                "put {% generation %} directly after the header of the assistant's turn and {% endgeneration %} after the "
                 "token that ends it",
             )
         return tuple(map(tuple, turns))
 
     def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> SentinelPositions:
-        # A template may look at how a question begins or ends, or at the names of the tools that are called, so that a mark there
-        # changes what it writes. Marks around the answers alone are the next best.
+        # A template may look at how a question begins or ends, or at the names of called tools, so marks there change what it
+        # writes. Then fewer marks are tried, at last only those around the answers.
         calls = any(message.get("tool_calls") for message in messages)
         ways = [(None, True)] if calls else []
         for roles, with_calls in [*ways, (None, False), (frozenset({ASSISTANT}), False)]:
-            try:
-                with_marks, first = with_sentinels(messages, text, roles, calls=with_calls)
-            except SentinelError as error:
-                raise ChatError("messages", str(error), "remove the private use characters from the record") from error
+            with_marks, first = with_sentinels(messages, text, roles, calls=with_calls)
             marks = read_sentinels(self.render(with_marks, tools), first, len(messages))
             if marks.text == text:
                 return marks
@@ -179,7 +189,7 @@ class ChatTemplate:
             content_end = closed[0]
             before, asker = marks.last_closed(content_end)
             after = marks.first_opened(content_end)
-        else:  # calls of tools without words
+        else:  # the turn only calls tools
             content_end = -1
             before, asker = (max(marks.closed[number - 1], default=0), number - 1) if number else (0, -1)
             after = min((at for places in marks.opened[number + 1 :] for at in places), default=len(text))
@@ -196,18 +206,18 @@ class ChatTemplate:
             start = content_start
         if start < 0:
             raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant begins", OWN_TEMPLATE)
-        # A template may write the names again behind the turn, with what the tools give back.
+        # A template may write the names of called tools again after the turn, with the results.
         called = marks.called[number][len(calls) - 1] if 0 < len(calls) <= len(marks.called[number]) else -1
         last = max(content_end, called)
-        return start, self._end(text, max(start, last), after, key, message, is_behind_words=last >= 0)
+        return start, self._end(text, max(start, last), after, key, message, follows_words=last >= 0)
 
     def _after_question(self, text: str, end: int, question: str, limit: int) -> int:
-        """Position behind the text that asks for an answer after the question, whose words end at `end`, or -1.
+        """Position after the text that asks for an answer to the question, whose words end at `end`; -1 if it is not there.
 
-        The text before this position is exactly what a caller will send.
+        The text before this position is exactly what a server's client will send.
         """
         blank = question[len(question.rstrip()) :]
-        # The template may keep the blanks at the end of the question.
+        # The template may keep the white space at the end of the question.
         for at in (end + len(blank), end):
             start = at + len(self.asking)
             if text.startswith(self.asking, at) and text[end:at] in ("", blank) and start <= limit:
@@ -215,24 +225,23 @@ class ChatTemplate:
         return -1
 
     def _after_header(self, text: str, earliest: int, limit: int, is_clear: bool) -> int:
-        """Position behind the one header between `earliest` and `limit`, or -1.
+        """Position after the header between `earliest` and `limit`; -1 if there is none, or several and not `is_clear`.
 
-        is_clear: the whole range belongs to this turn, so that the first header opens it and further ones are parts of it.
+        is_clear: the whole range belongs to this turn, so its first header opens the turn and others are parts of it.
         """
-        found = [(at, order) for order, each in enumerate(self.headers) if (at := text.find(each, earliest, limit)) >= 0]
+        places = [(at, order) for order, header in enumerate(self.headers) if (at := text.find(header, earliest, limit)) >= 0]
         if not is_clear:
-            once = [order for _, order in found if text.count(self.headers[order], earliest, limit) == 1]
-            found = [(at, order) for at, order in found if order in once[:1]]
-        if not found:
+            unique = [order for _, order in places if text.count(self.headers[order], earliest, limit) == 1]
+            places = [(at, order) for at, order in places if order in unique[:1]]
+        if not places:
             return -1
-        at, order = min(found)
+        at, order = min(places)
         return at + len(self.headers[order])
 
     def _after_prompt(
         self, text: str, asked: Sequence[Message], tools: Sequence[Mapping[str, Any]], earliest: int, limit: int
     ) -> int:
-        """Position behind the prompt that the messages before this turn give, or -1 if the chat's text does not begin with this
-        prompt.
+        """Position after the prompt made from the messages before this turn; -1 if the chat's text does not begin with it.
 
         Some templates write nothing between the result of a tool and the assistant's reply to it.
         """
@@ -244,40 +253,39 @@ class ChatTemplate:
             return -1
         return len(prompt) if text.startswith(prompt) and earliest <= len(prompt) <= limit else -1
 
-    def _end(self, text: str, start: int, after: int, key: str, message: Message, *, is_behind_words: bool) -> int:
-        """Position behind the stop token that follows `start`, where the turn's words end, and precedes `after`, where the next
-        begin.
+    def _end(self, text: str, start: int, after: int, key: str, message: Message, *, follows_words: bool) -> int:
+        """Position after the stop token between `start`, the end of the turn's words, and `after`, the start of the next words.
 
-        is_behind_words: words or a call of this turn end at `start`, so that the next stop token is its own, unless it is quoted.
+        follows_words: words or a call of this turn end at `start`, so the next stop token ends the turn, unless it is quoted.
         """
         stops = self._stops_of(message)
-        found = [(at, token) for token in stops for at in [text.find(token, start, after)] if at >= 0]
-        if not found:
+        places = [(at, token) for token in stops for at in [text.find(token, start, after)] if at >= 0]
+        if not places:
             shown = " or ".join(map(repr, stops))
             raise ChatError(
                 key,
                 f"the template does not end this turn of the assistant with {shown}, so the model would not learn to stop",
                 "write a spec.data.chatTemplate that ends every turn of the assistant with the same special token",
             )
-        at, token = min(found)
-        may_be_quoted = not is_behind_words or token in str({**message, "content": None})
+        at, token = min(places, key=lambda place: (place[0], -len(place[1])))
+        may_be_quoted = not follows_words or token in str({**message, "content": None})
         if may_be_quoted and text[start:at].strip() and text.count(token, start, after) > 1:
             raise ChatError(key, "it is not certain where in the rendered text this turn of the assistant ends", OWN_TEMPLATE)
         return at + len(token)
 
 
-def check_calls(number: int, message: Message, said: str) -> None:
-    """Raise ChatError if `said` lacks a call of the message, or holds it in a form that no server reads.
+def check_calls(number: int, message: Message, learnt: str) -> None:
+    """Raise ChatError if `learnt` lacks a call of a tool in the message, or holds one in a form that no server reads.
 
-    number: of the message in its chat.
+    number: index of the message in its chat.
     """
     key = f"messages[{number}].tool_calls"
     calls = message.get("tool_calls") or ()
     names = [called_name(call) for call in calls]
     for name, call in zip(names, calls, strict=True):
-        if name and said.count(name) < names.count(name):
+        if name and learnt.count(name) < names.count(name):
             reason = f"the template leaves out the call of {name!r}, so it would not be learnt"
-            null = "set the content to null, next to which some templates write calls, or " if message["content"] == "" else ""
+            null = "set the content to null, with which some templates write calls, or " if message["content"] == "" else ""
             fix = (
                 "write the call into the content as the model is to say it, "
                 "or set a spec.data.chatTemplate that writes tool_calls"
@@ -285,29 +293,22 @@ def check_calls(number: int, message: Message, said: str) -> None:
             raise ChatError(key, reason, null + fix)
         function = call.get("function")
         arguments = (function if isinstance(function, Mapping) else call).get("arguments")
-        if isinstance(arguments, str) and _is_object(arguments) and any(twice in said for twice in _as_texts(arguments)):
-            reason = f"the arguments of {name!r} are a text, which the template puts in quotes or braces of its own"
-            raise ChatError(key, reason, 'write the arguments as an object ({"name": "value"}) and not as a text')
+        try:
+            is_text_of_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
+        except (ValueError, RecursionError):
+            is_text_of_object = False
+        # A template may write such JSON text as a JSON string (transformers' filter keeps non-ASCII characters, Jinja's escapes
+        # them), or put it into braces of its own.
+        forms = (
+            (json.dumps(arguments, ensure_ascii=False), json.dumps(arguments), f"{{{arguments}}}") if is_text_of_object else ()
+        )
+        if any(form in learnt for form in forms):
+            reason = f"the arguments of {name!r} are a string, which the template puts in quotes or braces of its own"
+            raise ChatError(key, reason, 'write the arguments as an object ({"name": "value"}) and not as a string')
 
 
 def _is_clear(messages: Sequence[Message], marks: SentinelPositions, number: int, before: int) -> bool:
-    """Whether only this turn has text after `before`, or after the assistant's previous turn."""
-    said = [
-        number for number, each in enumerate(messages[:number]) if each["role"] == ASSISTANT or (each["content"] or "").strip()
-    ]
-    return bool(said) and (messages[said[-1]]["role"] == ASSISTANT or before in marks.closed[said[-1]])
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _as_texts(text: str) -> tuple[str, ...]:
-    """The forms in which a template may write an object's text as a text of its own.
-
-    These are JSON (transformers' filter keeps non-ASCII characters, Jinja's escapes them) and the inside of an object.
-    """
-    return json.dumps(text, ensure_ascii=False), json.dumps(text), f"{{{text}}}"
+    """Whether all text after `before`, or after the assistant's previous turn, belongs to this turn."""
+    earlier = reversed(range(number))
+    last = next((at for at in earlier if messages[at]["role"] == ASSISTANT or (messages[at]["content"] or "").strip()), None)
+    return last is not None and (messages[last]["role"] == ASSISTANT or before in marks.closed[last])

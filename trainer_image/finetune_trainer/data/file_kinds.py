@@ -1,4 +1,4 @@
-"""Files of records that cannot be read as they are: compressed files, and kinds that other programs write. Called by read.py."""
+"""Recognises files that cannot be read as records: compressed files, and formats of other programs. Called by read.py."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PACKED: Mapping[str, tuple[re.Pattern[bytes], str]] = {
     ".xz": (re.compile(rb"\xfd7zXZ\x00"), "unxz"),
     ".zip": (re.compile(rb"PK\x03\x04"), "unzip"),
 }
-"""How such a file begins, and the program that decompresses it. Text may begin with three of these letters by chance."""
+"""Suffix -> first bytes of such a file, and the program that decompresses it. Text may begin with "BZh" by chance."""
 _MARK_BYTES = 10
-"""Length of the longest beginning in _PACKED."""
+"""Number of bytes that the longest pattern in _PACKED matches."""
 _TO_CSV = "save it as CSV with commas, with the names of the columns in the first line, in a file named .csv"
 _TO_TEXT = "copy plain text into a file named .txt and set spec.data.format: Text, or write JSON Lines (.jsonl)"
 _OTHER: Mapping[str, str] = {
@@ -26,11 +26,11 @@ _OTHER: Mapping[str, str] = {
     **dict.fromkeys((".md", ".rst", ".pdf", ".docx", ".html", ".htm"), _TO_TEXT),
     **dict.fromkeys((".yaml", ".yml", ".xml", ".toml", ".pkl", ".pickle", ".npy", ".tar"), "write JSON Lines (.jsonl)"),
 }
-"""What to do about kinds of files that cannot be read."""
+"""Suffix of a file that cannot be read -> what to do instead."""
 
 
 def kind_problem(path: Path, kinds: Sequence[str]) -> RecordProblem | None:
-    """Why the file holds no readable records, judged by its name and its first bytes; None if it may hold some.
+    """The reason why the file holds no readable records, judged by its name and first bytes; None if it may hold some.
 
     kinds: suffixes of the files that can be read.
     """

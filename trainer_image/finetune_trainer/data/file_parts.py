@@ -1,48 +1,46 @@
-"""Preparing one part of a file at a time: read, tokenise, write the result to files, report the problems.
+"""Prepares one part of a file at a time: read, tokenise, write the result to files, report the problems.
 
-Called in each worker process (worker.py), or in the preparing process itself if there is little to do. Memory is that of one
-batch of records, whatever the size of the part. The result does not depend on where or when a part is worked on.
+Called in each worker process (worker.py), or in the preparing process itself if there is little to do. It needs memory for one
+batch of records, whatever the size of the part. The result does not depend on where or when a part is prepared.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
-from finetune_trainer.data.records import shown
+from finetune_trainer.data.records import Count, CountedProblems, UnreadKeys, count_left_out, count_problem, count_unread
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.shards import TOKEN_TYPE, encode
-from finetune_trainer.data.tokenize import EndlessTemplateError, TokenizedDocument, Tokenizer, tokenize
+from finetune_trainer.data.tokenize import EndlessTemplateError, TokenizedDocument, Tokenizer, tokenize, with_something_learnt
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.files import open_regular
 
 PART_BYTES = 4 << 20
-"""Size of a part of a file that can be read in parts. This is not a setting, because findings are gathered part by part."""
+"""Size of the parts into which a file is split if its format allows it. Not a setting: another size would change the findings."""
 BATCH_RECORDS, BATCH_CHARACTERS = 256, 1 << 18
 """Records given to the tokenizer at a time. More would not be faster, and tokenised records take about fifty times their size."""
 DOCUMENT_TYPE = np.dtype([("length", "<u4"), ("supervised", "<u4"), ("digest", "<u8")])
-"""Stored for each document besides its tokens: counts of tokens, and the first 64 bits of BLAKE2b of its ids."""
+"""Stored for each document besides its tokens: counts of tokens, and a BLAKE2b digest of 64 bits of its ids."""
 
 READ_DOCUMENTS = 1 << 16
-"""Number of documents that are read at a time."""
-
-ProblemKind = tuple[str, str]
-"""Key and fix, which are the same for mistakes that are fixed in the same way."""
+"""Number of documents whose facts are read at a time."""
 
 
 class PartFilesError(TrainerError):
-    """The files of a part do not hold what its result says."""
+    """The files of a part do not match its result."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +52,13 @@ class PartSettings:
     max_sequence_length: int
     chat_template: str | None
     stop_ids: tuple[int, ...] = ()
-    """Tokens at which generation with the model stops. A turn that calls a tool may end with another one than a turn of words."""
+    """Tokens at which generation stops. A turn that calls a tool may end with a different token than a turn of words."""
     mapping: MappingPlan = UNMAPPED
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def problems_need_tokens(self) -> bool:
-        """Whether only tokenising shows what is wrong with a record."""
+        """Whether some problems of records show only when they are tokenised."""
         return self.data_format is DataFormat.CHAT
 
 
@@ -77,55 +76,48 @@ class FilePart:
 
 @dataclass(frozen=True)
 class PartTask:
-    """A part and what to do with it."""
+    """A part of a file and what to do with it."""
 
     part: FilePart
     settings: PartSettings
     result: Path | None
-    """Path of its documents: `<result>.tokens` and `<result>.documents`. If None, its records are only checked."""
+    """Path to which suffixes are added: `<result>.tokens`, `<result>.documents`. If None, the part's records are only checked."""
 
 
 @dataclass
 class PartResult:
-    """Counts and problems of a part."""
+    """Counts and problems of a part. It may come from another process, so its types are checked there (messages.py)."""
 
-    num_records: int = 0
-    num_documents: int = 0
-    num_dropped: int = 0
-    shortest_dropped: int = 0
-    """Its number of tokens; 0 if no record was dropped."""
-    num_tokens: int = 0
-    num_supervised_tokens: int = 0
-    longest_document: int = 0
-    largest_token_id: int = -1
-    num_unknown_tokens: int = 0
-    """Number of the tokenizer's unknown tokens; 0 if the tokenizer uses this token for something else, too."""
-    lengths: dict[int, int] = field(default_factory=dict)
-    """Histogram of record lengths: the smallest power of two that holds the tokens -> number of records, dropped ones included.
-    """
-    problems: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
-    """The first problem of each kind, and the number of problems."""
-    left_out: dict[ProblemKind, tuple[RecordProblem, int]] = field(default_factory=dict)
-    """The first content of each kind that a chat template leaves out of a kept record, and the number of such records."""
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+    num_records: Count = 0
+    num_documents: Count = 0
+    num_dropped: Count = 0
+    shortest_dropped: Count = 0
+    """Number of tokens of the shortest dropped record; 0 if no record was dropped."""
+    num_tokens: Count = 0
+    num_supervised_tokens: Count = 0
+    longest_document: Count = 0
+    largest_token_id: Annotated[int, Field(ge=-1, lt=1 << 31)] = -1
+    num_unknown_tokens: Count = 0
+    """Number of unknown tokens; 0 if the tokenizer also uses its unknown token for something else."""
+    lengths: Annotated[dict[Count, Count], Field(max_length=64)] = field(default_factory=dict)
+    """Histogram of record lengths: length rounded up to a power of two -> number of records, including dropped ones."""
+    problems: CountedProblems = field(default_factory=dict)
+    left_out: CountedProblems = field(default_factory=dict)
+    """Content of kept records that a chat template leaves out, counted once for each record and kind of problem."""
+    unread: UnreadKeys = field(default_factory=dict)
     unreadable: OSError | None = None
     template_is_endless: bool = False
     """The chat template did not finish for one of the records; later records were not rendered."""
 
     def found_length(self, length: int, count: int = 1) -> None:
-        """Count records of this many tokens."""
+        """Count records with this number of tokens."""
         bound = 1 << (length - 1).bit_length()
         self.lengths[bound] = self.lengths.get(bound, 0) + count
 
     def found_problem(self, problem: RecordProblem) -> None:
         """Count a problem."""
-        first, count = self.problems.get(problem.kind, (problem, 0))
-        self.problems[problem.kind] = (first, count + 1)
-
-    def found_left_out(self, problems: tuple[RecordProblem, ...]) -> None:
-        """Count a record with left-out content, once for each kind."""
-        for kind, problem in {problem.kind: problem for problem in reversed(problems)}.items():
-            first, count = self.left_out.get(kind, (problem, 0))
-            self.left_out[kind] = (first, count + 1)
+        count_problem(self.problems, problem)
 
     def found_endless(self, problem: RecordProblem) -> None:
         """Count the record for which the template did not finish."""
@@ -134,7 +126,7 @@ class PartResult:
 
 
 def file_parts(source: int, path: Path) -> Iterator[FilePart]:
-    """The parts of a file in order. Raises OSError."""
+    """Yield the parts of a file in order. Raises OSError."""
     size = path.stat().st_size
     if not can_be_parted(path):
         yield FilePart(source, path, None, size)
@@ -145,47 +137,58 @@ def file_parts(source: int, path: Path) -> Iterator[FilePart]:
 
 
 def tokens_file(result: Path) -> Path:
-    """Token ids and mask of the documents, in the form of shards.py."""
+    """Path of the token ids and mask of the documents, in the form that shards.py stores."""
     return result.with_suffix(".tokens")
 
 
 def documents_file(result: Path) -> Path:
-    """DOCUMENT_TYPE of each document."""
+    """Path of the file that holds a DOCUMENT_TYPE for each document."""
     return result.with_suffix(".documents")
 
 
 def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
-    """Do the task. An unreadable file is part of the result; OSError means that the result cannot be written.
+    """Do the task. An unreadable file is reported in the result; OSError means that the result cannot be written.
 
-    After the first wrong record the others are only checked, since the job cannot run and checking is much faster.
-    note: as in `tokenize`.
+    After the first wrong record, the others are only checked, since the job cannot run and checking alone is much faster. note:
+    as in `tokenize`.
     """
-    result = PartResult()
+    result, settings = PartResult(), task.settings
     if task.result is None or tokenizer is None:
         for records in _batches(task, result):
             result.num_records += len(records)
         return result
+    unknown_id: int | None = getattr(tokenizer, "unk_token_id", None)
+    # GPT-2's unknown token is also its end-of-text token. It never means unknown text, since the tokens consist of bytes.
+    if unknown_id in [getattr(tokenizer, f"{use}_token_id", None) for use in ("bos", "eos", "pad")]:
+        unknown_id = None
     with tokens_file(task.result).open("wb") as tokens, documents_file(task.result).open("wb") as table:
         for records in _batches(task, result):
             result.num_records += len(records)
-            if result.template_is_endless or (result.problems and not task.settings.problems_need_tokens):
+            if result.template_is_endless or (result.problems and not settings.problems_need_tokens):
                 continue
             try:
-                settings = task.settings
-                made = tokenize(tokenizer, records, settings.loss_on, settings.chat_template, note, stop_ids=settings.stop_ids)
+                made = tokenize(
+                    tokenizer,
+                    records,
+                    settings.loss_on,
+                    settings.chat_template,
+                    note,
+                    stop_ids=settings.stop_ids,
+                    template_arguments=settings.template_arguments,
+                )
             except EndlessTemplateError as error:
                 result.found_endless(error.problem)
                 continue
-            kept = _kept(records, made, task.settings.max_sequence_length, result)
+            kept = _kept(records, made, settings.max_sequence_length, result)
             if kept:
-                stored, rows = _stored(kept, result, _unknown_id(tokenizer))
+                stored, rows = _stored(kept, result, unknown_id)
                 tokens.write(stored)
                 table.write(rows)
     return result
 
 
 def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
-    """Batches of records that are small enough to be held as tokens. Problems and I/O errors go into `result`."""
+    """Yield batches of records whose tokens fit in memory. Problems and I/O errors go into `result`."""
     batch: list[Record] = []
     characters = 0
     items = read_file(task.part.path, task.settings.data_format, task.part.span, task.settings.mapping)
@@ -203,6 +206,7 @@ def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
             batch, characters = [], 0
         if item is None:
             return
+        count_unread(result.unread, item.unread)
         batch.append(item)
         characters += len(item.prompt) + len(item.completion) + sum(len(str(turn.get("content"))) for turn in item.messages)
 
@@ -212,8 +216,7 @@ def _kept(
 ) -> list[TokenizedDocument]:
     kept = []
     for record, document in zip(records, made, strict=True):
-        if not isinstance(document, RecordProblem) and not any(document.supervised):
-            document = _unsupervised(record)
+        document = with_something_learnt(record, document)
         if isinstance(document, RecordProblem):
             result.found_problem(document)
             result.num_records -= 1
@@ -222,25 +225,11 @@ def _kept(
         result.found_length(length)
         if length <= max_sequence_length:
             kept.append(document)
-            result.found_left_out(document.left_out)
+            count_left_out(result.left_out, document.left_out)
             continue
         result.num_dropped += 1
         result.shortest_dropped = min(result.shortest_dropped or length, length)
     return kept
-
-
-def _unsupervised(record: Record) -> RecordProblem:
-    """The problem of a record of which no token counts in the loss."""
-    text = record.completion or (str(record.messages[-1].get("content")) if record.messages else "")
-    reason = "gives no token that is learnt, so it would only cost time"
-    return RecordProblem(record.line, "", shown(text), reason, "remove the record, or fill it in", record.unit, record.file)
-
-
-def _unknown_id(tokenizer: Tokenizer) -> int | None:
-    unknown: int | None = getattr(tokenizer, "unk_token_id", None)
-    # GPT-2's unknown token is also its end-of-text token and never stands for unknown text, since its tokens are bytes.
-    others = (getattr(tokenizer, f"{use}_token_id", None) for use in ("bos", "eos", "pad"))
-    return None if unknown in others else unknown
 
 
 def _stored(documents: list[TokenizedDocument], result: PartResult, unknown_id: int | None) -> tuple[bytes, bytes]:
@@ -268,9 +257,9 @@ def _stored(documents: list[TokenizedDocument], result: PartResult, unknown_id: 
 
 
 def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
-    """Read the documents, DOCUMENT_TYPE, that `work_on` wrote, in blocks that fit in memory. Raises PartFilesError.
+    """Yield arrays of DOCUMENT_TYPE that `work_on` wrote, in blocks that fit in memory. Raises PartFilesError.
 
-    num_documents: from the result, which may come from another process.
+    num_documents: the number in the part's result, which may come from another process.
     """
     with open_regular(documents_file(result)) as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,6 +1,6 @@
-"""Messages between the process that prepares data and its workers: a line of JSON for each task and for each answer.
+"""Messages between the process that prepares data and its workers: one line of JSON for each task and each answer.
 
-A record or a tokenizer may have taken over a worker, so each answer is validated before it is used.
+A malicious record or tokenizer may control a worker, so each answer is validated before it is used.
 """
 
 from __future__ import annotations
@@ -8,64 +8,36 @@ from __future__ import annotations
 import errno
 import json
 import traceback
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import TypeAdapter
 
-from finetune_job.api.inputs import DataFormat, LossOn
-from finetune_job.plan.mapping import MappingPlan
-from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask, ProblemKind
-from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.data.file_parts import PartResult, PartTask
+from finetune_trainer.data.records import CountedProblems
+from finetune_trainer.errors import TrainerError
 from finetune_trainer.files import SpecialFileError
 from finetune_trainer.processes.child import encode_answer, parse_answer
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Bound of a line. The following bounds keep an answer below it, even if each character is escaped."""
+"""Longest line. The bounds below keep an answer shorter, even if each character is escaped."""
 MAX_KINDS_SENT = 100
-"""Kinds of problems that are sent for one part; a report shows fewer."""
+"""Number of kinds of problems that are sent for one part; a report shows fewer."""
 MAX_TEXT = 1000
-"""Characters of each text of a problem. Keys in the user's data may have any length."""
+"""Longest text of a problem, in characters. Keys in the user's data may have any length."""
 MAX_CHANGES = 256
-"""Characters of the values of a change of the manifest; a longer change appears only as text in the fix."""
+"""Most characters in the values of a problem's changes of the manifest. Longer changes appear only as text in the fix."""
 MAX_TRACE = 20_000
 
-_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-_COUNTS = (
-    "num_records",
-    "num_documents",
-    "num_dropped",
-    "shortest_dropped",
-    "num_tokens",
-    "num_supervised_tokens",
-    "longest_document",
-    "largest_token_id",
-    "num_unknown_tokens",
-    "lengths",
-    "template_is_endless",
-)
+
+class WorkerError(TrainerError):
+    """A process that prepares data exited before its work was done."""
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _Problem(_Message):
-    line: int
-    key: str
-    value: str
-    reason: str
-    fix: str
-    unit: Literal["line", "record", "row"]
-    changes: Annotated[dict[str, str], Field(max_length=8)]
-    are_preferences: bool
-    count: _Count
-
-
-class _Error(_Message):
-    """An OSError, or a MemoryError."""
+@dataclass
+class _Error:
+    """An OSError or a MemoryError."""
 
     kind: Literal["file system", "special file", "memory"]
     number: int | None
@@ -73,124 +45,82 @@ class _Error(_Message):
     file: str | None
 
 
-class _Result(_Message):
-    """A PartResult."""
-
-    num_records: _Count
-    num_documents: _Count
-    num_dropped: _Count
-    shortest_dropped: _Count
-    num_tokens: _Count
-    num_supervised_tokens: _Count
-    longest_document: _Count
-    largest_token_id: Annotated[int, Field(ge=-1, lt=1 << 31)]
-    num_unknown_tokens: _Count
-    lengths: Annotated[dict[_Count, _Count], Field(max_length=64)]
-    problems: list[_Problem]
-    left_out: list[_Problem]
-    unreadable: _Error | None
-    template_is_endless: bool
-
-
-class _Failure(_Message):
+@dataclass
+class _Answer:
+    result: PartResult | None
+    """The result, or None if the worker could not do its task."""
     error: _Error | None
-    trace: str
+    """The reason why the part's file is unreadable, or why there is no result."""
+    trace: str = ""
+    """The traceback if there is no result."""
 
 
-_ANSWER: TypeAdapter[_Result | _Failure] = TypeAdapter(_Result | _Failure)
-
-
-@dataclass(frozen=True)
-class WorkerFailure:
-    """A worker could not do its task."""
-
-    error: OSError | MemoryError | None
-    """The error, if it is of the file system or of memory."""
-    trace: str
-    """The traceback."""
+_TASK, _ANSWER = TypeAdapter(PartTask), TypeAdapter(_Answer)
 
 
 def task_line(task: PartTask) -> bytes:
-    """Encode a task for `read_task`."""
-    part = {**asdict(task.part), "path": str(task.part.path)}
-    result = None if task.result is None else str(task.result)
-    settings = {**asdict(task.settings), "mapping": task.settings.mapping.model_dump(mode="json")}
-    return encode_answer({"part": part, "settings": settings, "result": result}) + b"\n"
+    """Encode a task as a line that `read_task` decodes."""
+    return encode_answer(_TASK.dump_python(task, mode="json")) + b"\n"
 
 
 def read_task(line: bytes) -> PartTask:
     """Decode a line of `task_line`. The process that wrote it is trusted."""
-    message = json.loads(line)
-    part, settings = message["part"], message["settings"]
-    span = None if part["span"] is None else (part["span"][0], part["span"][1])
-    return PartTask(
-        part=FilePart(part["source"], Path(part["path"]), span, part["num_bytes"]),
-        settings=PartSettings(
-            data_format=DataFormat(settings["data_format"]),
-            loss_on=LossOn(settings["loss_on"]),
-            max_sequence_length=settings["max_sequence_length"],
-            chat_template=settings["chat_template"],
-            mapping=MappingPlan.model_validate(settings["mapping"]),
-            stop_ids=tuple(settings["stop_ids"]),
-        ),
-        result=None if message["result"] is None else Path(message["result"]),
-    )
+    return _TASK.validate_python(json.loads(line))
 
 
 def result_line(result: PartResult) -> bytes:
-    """Encode a result for `read_answer`."""
-    fields = {name: getattr(result, name) for name in _COUNTS}
-    fields |= {"problems": _problem_fields(result.problems), "left_out": _problem_fields(result.left_out)}
-    fields["unreadable"] = None if result.unreadable is None else _error_fields(result.unreadable)
-    return encode_answer(fields) + b"\n"
+    """Encode a result as a line that `read_answer` decodes."""
+    error = None if result.unreadable is None else _error_fields(result.unreadable)
+    problems, left_out = _shortened(result.problems), _shortened(result.left_out)
+    return _line(_Answer(replace(result, problems=problems, left_out=left_out, unreadable=None), error))
 
 
 def failure_line(error: Exception) -> bytes:
-    """Encode the exception of a worker for `read_answer`."""
+    """Encode the exception of a worker as a line that `read_answer` decodes."""
     known = _error_fields(error) if isinstance(error, OSError | MemoryError) else None
-    return encode_answer({"error": known, "trace": "".join(traceback.format_exception(error))[-MAX_TRACE:]}) + b"\n"
+    return _line(_Answer(None, known, "".join(traceback.format_exception(error))[-MAX_TRACE:]))
 
 
-def read_answer(line: bytes, file: Path) -> PartResult | WorkerFailure:
-    """Decode a line of `result_line` or `failure_line`. Raises ValueError for anything else.
+def read_answer(line: bytes, file: Path) -> PartResult:
+    """Decode a line of `result_line` or `failure_line`. file: the file that the task was about.
 
-    file: the file that the task was about.
+    Raises the worker's OSError or MemoryError, or WorkerError for any other error of the worker or a line that is not an answer.
     """
-    answer = parse_answer(line, _ANSWER)
-    if isinstance(answer, _Failure):
-        return WorkerFailure(None if answer.error is None else _error(answer.error), answer.trace)
-    result = PartResult(**{name: getattr(answer, name) for name in _COUNTS})
-    result.problems, result.left_out = _problems(answer.problems, file), _problems(answer.left_out, file)
-    unreadable = None if answer.unreadable is None else _error(answer.unreadable)
-    result.unreadable = unreadable if isinstance(unreadable, OSError) else None
-    return result
+    try:
+        answer = parse_answer(line, _ANSWER)
+    except ValueError as error:
+        raise WorkerError("a process that prepares data wrote something else than a result") from error
+    cause = None if answer.error is None else _error(answer.error)
+    if answer.result is None:
+        raise cause or WorkerError(f"a process that prepares data failed:\n{answer.trace}")
+    return replace(
+        answer.result,
+        problems={problem.kind: (replace(problem, file=file), count) for problem, count in answer.result.problems.values()},
+        left_out={problem.kind: (replace(problem, file=file), count) for problem, count in answer.result.left_out.values()},
+        unreadable=cause if isinstance(cause, OSError) else None,
+    )
 
 
-def _problem_fields(problems: Mapping[ProblemKind, tuple[RecordProblem, int]]) -> list[dict[str, object]]:
-    encoded: list[dict[str, object]] = []
-    for problem, count in list(problems.values())[:MAX_KINDS_SENT]:
+def _line(answer: _Answer) -> bytes:
+    return encode_answer(_ANSWER.dump_python(answer, mode="json")) + b"\n"
+
+
+def _shortened(problems: CountedProblems) -> CountedProblems:
+    """The problems with bounded texts. Their keys are numbers, which are shorter than their kinds."""
+    short: CountedProblems = {}
+    for number, (problem, count) in enumerate(list(problems.values())[:MAX_KINDS_SENT]):
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}
         is_short = sum(len(str(value)) for value in problem.changes.values()) <= MAX_CHANGES
-        changes = dict(problem.changes) if is_short else {}
-        fields = {"line": problem.line, **texts, "unit": problem.unit, "are_preferences": problem.are_preferences}
-        encoded.append({**fields, "changes": changes, "count": count})
-    return encoded
+        short[str(number)] = (replace(problem, **texts, changes=problem.changes if is_short else {}, file=None), count)
+    return short
 
 
-def _problems(answers: list[_Problem], file: Path) -> dict[ProblemKind, tuple[RecordProblem, int]]:
-    problems = {}
-    for answer in answers:
-        problem = RecordProblem(**answer.model_dump(exclude={"count"}), file=file)
-        problems[problem.kind] = (problem, answer.count)
-    return problems
-
-
-def _error_fields(error: OSError | MemoryError) -> dict[str, object]:
+def _error_fields(error: OSError | MemoryError) -> _Error:
     if isinstance(error, MemoryError):
-        return {"kind": "memory", "number": None, "text": str(error)[:MAX_TEXT], "file": None}
-    kind = "special file" if isinstance(error, SpecialFileError) else "file system"
+        return _Error("memory", None, str(error)[:MAX_TEXT], None)
     file = None if error.filename is None else str(error.filename)
-    return {"kind": kind, "number": error.errno, "text": (error.strerror or str(error))[:MAX_TEXT], "file": file}
+    kind: Literal["special file", "file system"] = "special file" if isinstance(error, SpecialFileError) else "file system"
+    return _Error(kind, error.errno, (error.strerror or str(error))[:MAX_TEXT], file)
 
 
 def _error(answer: _Error) -> OSError | MemoryError:

@@ -1,15 +1,15 @@
-"""Documents of weighted data sets -> the sequences of one pass, in memory that does not grow with the data.
+"""Packs documents of weighted data sets into the sequences of one pass, in memory that does not grow with the data.
 
-A record with index i of a data set with weight w occurs floor((i+1)*w) - floor(i*w) times in a pass. Documents are packed
-window by window, best fit decreasing: the longest first, each into the fullest sequence that still holds it. Ties keep the
-given order.
+A record with index i of a data set with weight w occurs floor((i+1)*w) - floor(i*w) times in a pass. Documents are packed window
+by window, best fit decreasing: the longest first, each into the fullest sequence that still has room for it. Documents of equal
+length keep the given order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -19,42 +19,34 @@ from finetune_trainer.data.records import WEIGHT_UNIT
 Array = NDArray[Any]
 
 WINDOW_OCCURRENCES = 1 << 20
-"""Number of documents that are packed together. More than some ten thousand do not fill sequences better."""
+"""Number of document occurrences that are packed together. Beyond some ten thousand, sequences get no fuller."""
 BLOCK_DOCUMENTS = 1 << 18
-"""Number of documents that are looked at together while a window is selected."""
+"""Number of documents that are looked at together to select those of a window."""
 
 
 @dataclass(frozen=True)
 class WeightedDocuments:
-    """The documents of one data set: `count` of them, which follow those of the data sets before it."""
+    """The `count` documents of one data set. Their numbers follow those of the previous data set."""
 
     count: int
     weight: float
 
     @property
     def occurrences(self) -> int:
-        """Number of occurrences of all of them in one pass."""
+        """Number of occurrences of all these documents in one pass."""
         return self.count * _units(self.weight) // WEIGHT_UNIT
 
 
 def occurrences(weight: float, indices: Array) -> Array:
-    """How often the records with these indices occur in one pass. int64, of the shape of `indices`."""
+    """How often each record with these indices occurs in one pass; int64, of the shape of `indices`."""
     units = _units(weight)
     counts: Array = (indices + 1) * units // WEIGHT_UNIT - indices * units // WEIGHT_UNIT
     return counts
 
 
-class DocumentCounts(Protocol):
-    """Lengths of the documents, wherever they are stored."""
-
-    def counts(self, documents: Array) -> tuple[Array, Array]:
-        """Tokens and supervised tokens of each of these documents, int64. `documents` must be ascending."""
-        ...
-
-
 @dataclass(frozen=True)
 class PlanWindow:
-    """Some sequences: document numbers int64, the exclusive end of each sequence among them, and its supervised tokens."""
+    """Some sequences: document numbers, the exclusive end of each sequence among these, and its number of supervised tokens."""
 
     sequence_documents: Array
     sequence_ends: Array
@@ -64,27 +56,30 @@ class PlanWindow:
 
     @classmethod
     def of(cls, documents: Array, sequence_ends: Array, tokens: Array, supervised: Array) -> PlanWindow:
-        """tokens, supervised: counts for each document, of which there is at least one."""
+        """tokens, supervised: counts for each document. There must be one or more documents."""
         of_sequences = np.add.reduceat(supervised, np.concatenate([[0], sequence_ends[:-1]]))
         return cls(documents, sequence_ends, of_sequences, int(tokens.sum()))
 
 
 def plan_windows(
     data_sets: Sequence[WeightedDocuments],
-    table: DocumentCounts,
+    counts: Callable[[Array], tuple[Array, Array]],
     max_sequence_length: int,
     packing: bool,
     window_occurrences: int = WINDOW_OCCURRENCES,
 ) -> Iterator[PlanWindow]:
-    """Sequences that hold every occurrence of every document of `table` once."""
+    """Yield sequences that together hold every occurrence of every document once.
+
+    counts: takes ascending document numbers, and returns the numbers of tokens and of supervised tokens of each, int64.
+    """
     stride = max(-(-sum(data_set.occurrences for data_set in data_sets) // window_occurrences), 1)
     for offset in range(stride):
         documents, times = _window_documents(data_sets, offset, stride)
         if not len(documents):
             continue
-        tokens, supervised = table.counts(documents)
-        # All occurrences first, then the second ones, and so on: packing keeps this order among equal lengths and so puts copies
-        # of one document into different sequences where it can.
+        tokens, supervised = counts(documents)
+        # The first occurrence of every document, then the second ones, and so on: packing keeps this order among equal lengths,
+        # which puts copies of a document into different sequences where possible.
         places = np.concatenate([np.flatnonzero(times > number) for number in range(int(times.max()))])
         if packing:
             order, ends = pack(tokens[places], max_sequence_length)
@@ -95,9 +90,9 @@ def plan_windows(
 
 
 def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, stride: int) -> tuple[Array, Array]:
-    """Every `stride`-th document, if it occurs in a pass, and how often.
+    """Select, of every `stride`-th document, those that occur in a pass; return their numbers and how often each occurs.
 
-    The documents are looked at in blocks, because a small weight leaves few of many.
+    The documents are looked at in blocks: with a small weight only a few occur, so the others need not all be in memory.
     """
     documents_of_blocks, times, first = [], [], 0
     for data_set in data_sets:
@@ -118,10 +113,10 @@ def _units(weight: float) -> int:
 
 def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
     """(documents, sequence_ends): the document numbers int64 [num_documents], sequence after sequence, and the exclusive end of
-    each sequence among them, int64 [num_sequences]. Each document is in exactly one; none exceeds the limit (in tokens).
+    each sequence among them, int64 [num_sequences]. Each document is in one sequence; no sequence exceeds the limit (in tokens).
 
-    Documents within a sequence, and sequences by their first document, keep the given order.
-    Raises ValueError for a length that is not in 1..max_sequence_length.
+    The documents of a sequence, and the first documents of the sequences, keep the given order. Raises ValueError for a length
+    that is not in 1..max_sequence_length.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     wrong = np.flatnonzero((sizes < 1) | (sizes > max_sequence_length))
@@ -137,17 +132,15 @@ def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
 
 
 def one_document_each(num_documents: int) -> tuple[Array, Array]:
-    """Sequences without packing, in the form of `pack`."""
+    """Return sequences of one document each, in the form of `pack`."""
     return np.arange(num_documents), np.arange(1, num_documents + 1)
 
 
 def _placements(sizes: Array, limit: int) -> Iterator[Array]:
-    """Place sizes that are in descending order: yields the sequence of each, a run at a time. Sequences are numbered as they are
-    opened.
-    """
+    """Place sizes given in descending order; yields arrays with the sequence of each. Sequences are numbered when opened."""
     open_by_room: dict[int, list[Array]] = {}
     rooms = num_sequences = 0
-    # Bit r of `rooms` is set if a sequence has room for exactly r tokens, so the tightest fit is the lowest bit from `length` up.
+    # Bit r of `rooms` is set if a sequence has room for exactly r tokens. The tightest fit is the lowest bit from `length` up.
     values, first = np.unique(-sizes, return_index=True)
     for value, count in zip(values.tolist(), np.diff(first, append=len(sizes)).tolist(), strict=True):
         length = -value
@@ -171,7 +164,7 @@ def _placements(sizes: Array, limit: int) -> Iterator[Array]:
             taken = min(count, used * num_per_sequence)
             yield np.repeat(sequences[:used], num_per_sequence)[:taken]
             count -= taken
-            # The last sequence may have taken fewer than the others.
+            # The last sequence may have taken fewer documents than the others.
             in_last = taken - (used - 1) * num_per_sequence
             for group, num_documents in ((sequences[: used - 1], num_per_sequence), (sequences[used - 1 : used], in_last)):
                 if len(group):

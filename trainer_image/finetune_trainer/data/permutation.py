@@ -1,7 +1,7 @@
-"""The order of the training sequences, computed by a function: which sequence is at a given place of an epoch.
+"""Computes the order of the training sequences: which sequence is at a given place of an epoch.
 
-A counter-based permutation needs no state: any step of any epoch is found in constant time, so a resumed run, or one with
-another number of ranks, sees the same order without replaying it. Called by the training loop, which maps step and rank to
+A counter-based permutation needs no state: any place of any epoch is computed in constant time. So a resumed run, or a run with a
+different number of ranks, has the same order without replaying it. Called by the training loop, which maps step and rank to
 places.
 """
 
@@ -10,17 +10,15 @@ from __future__ import annotations
 from hashlib import blake2b
 
 ROUNDS = 6
-"""Feistel rounds. Four give a pseudorandom permutation if the round function is pseudorandom (Luby and Rackoff, 1988); two are a
-reserve.
-"""
+"""Feistel rounds. Four give a pseudorandom permutation with a pseudorandom round function (Luby and Rackoff, 1988)."""
 
 
 def position(seed: int, epoch: int, index: int, n: int) -> int:
-    """The sequence at place `index` of epoch `epoch`: for fixed seed, epoch and n a bijection of 0..n-1.
+    """The sequence at place `index` of an epoch. For fixed seed, epoch and n, this is a bijection of 0..n-1.
 
-    A balanced Feistel network over the smallest even number of bits that holds n; results outside 0..n-1 are fed in again
-    (cycle walking, Black and Rogaway, 2002), on average fewer than four times.
-    Raises ValueError if the index is not in 0..n-1 or seed or epoch is negative.
+    It is a balanced Feistel network over the smallest even number of bits that holds n-1. Results outside 0..n-1 are fed in again
+    (cycle walking, Black and Rogaway, 2002), on average fewer than four times. Raises ValueError if the index is not in 0..n-1,
+    or if seed or epoch is negative.
     """
     if not 0 <= index < n:
         raise ValueError(f"index {index} is not in 0..{n - 1}")
@@ -43,6 +41,6 @@ def _permuted(seed: int, epoch: int, value: int, half_bits: int) -> int:
 
 
 def _keyed_hash(seed: int, epoch: int, number: int, half: int) -> int:
-    """64 bits that depend on all four; blake2b gives the same on every machine and Python version."""
+    """64 bits that depend on all four arguments; blake2b gives the same bits on every machine and Python version."""
     text = f"{seed}:{epoch}:{number}:{half}".encode()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little")

@@ -1,11 +1,11 @@
-"""Source files + tokenizer -> prepared data on the workspace, or findings about the records.
+"""Turns source files into prepared data on the workspace, or into findings about the records.
 
 Called by preflight, once per job; a second call with the same inputs reuses the first result. The data is written to a temporary
 directory and gets its final name only if there are no errors.
 
 Memory does not grow with the data. Parts of files go to worker processes, which write tokens to disk (file_parts.py, workers.py).
-The tokens are joined in the order of the records (shard_writer.py), so that the bytes depend neither on the number of processes
-nor on the machine. The sequences are planned window by window (packing.py).
+The tokens are joined in the order of the records (shard_writer.py), so that the bytes do not depend on the machine or its number
+of processes. The sequences are planned window by window (packing.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from finetune_trainer.data.packing import plan_windows
 from finetune_trainer.data.progress import PreparingProgress
 from finetune_trainer.data.shard_writer import Staging
 from finetune_trainer.data.shards import TRAIN, VALIDATION, PreparedDataError, read_manifest, verify_files
-from finetune_trainer.data.sources import DatasetFacts, HeldOutDocuments, Source, check_unchanged, list_sources
+from finetune_trainer.data.sources import DatasetFacts, DocumentDigests, Source, check_unchanged, list_sources
 from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.data.tokenizer import generation_stops
 from finetune_trainer.data.workers import MAX_WORKERS, in_this_process, in_workers
@@ -48,8 +48,10 @@ from finetune_trainer.files import file_sha256, open_regular, tokenizer_files
 
 log = logging.getLogger(__name__)
 
+_LATER_MAPPINGS = ("history", "ignored")
+"""Fields of a mapping that earlier releases did not have."""
 WORTH_WORKERS_BYTES = 2 * PART_BYTES
-"""Less data is prepared in this process, because workers take a second to start."""
+"""A data set smaller than this gets only one worker, because workers take a second to start."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class SplitFacts:
     num_dropped: int
     """Number of records longer than maxSequenceLength."""
     num_occurrences: int
-    """Number of records of one pass: the kept ones, each as often as its data set's weight says."""
+    """Number of records of one pass: every kept record counts as often as its data set's weight says."""
     num_sequences: int
     num_tokens: int
     """Number of tokens of one pass."""
@@ -73,32 +75,32 @@ class SplitFacts:
 
 @dataclass(frozen=True)
 class Preparation:
-    """Checked data that is ready to be published, or already on the workspace.
+    """Checked data that is ready to be published, or is already on the workspace.
 
-    As a context manager it removes what was not published.
+    As a context manager, it removes data that was not published.
     """
 
     findings: tuple[Finding, ...]
     splits: Mapping[str, SplitFacts]
-    """Splits without an error."""
+    """The counts of each split that has no error."""
     datasets: tuple[DatasetFacts, ...]
     inputs: Mapping[str, Any]
     """Everything that determines the data: equal inputs give equal data."""
     pad_token_id: int
     staging: Staging | None
-    """None if there is nothing to publish."""
+    """The temporary directory of the data; None if there is nothing to publish."""
     written_data_hash: str = ""
     """Data hash of the data that is already on the workspace; empty if the data has to be published."""
 
     def readable_at(self, directory: Path) -> Path:
-        """Directory from which its files can be read, published or not. directory: their final name. Raises OSError."""
+        """Directory from which the files can be read, published or not. directory: its final path. Raises OSError."""
         if self.staging is None:
             return directory
         self.staging.flush()
         return self.staging.path
 
     def publish(self) -> str:
-        """Give the data its final name and return the data hash. There must be no error finding. Raises OSError."""
+        """Give the data its final name and return the data hash. No finding may be an error. Raises OSError."""
         if self.staging is None:
             return self.written_data_hash
         return self.staging.publish(
@@ -131,10 +133,9 @@ def prepare(
 ) -> Preparation:
     """Read, check and tokenise the plan's records, unless `directory` already holds the same data.
 
-    tokenizer: of `model_directory`. Without it (it did not load, or the workspace cannot be written) the records are only
-    checked.
-    num_workers: None chooses one for little data, else one for each CPU; 0 uses this process alone. It does not affect the bytes.
-    Raises OSError if the workspace fails, WorkerError if a process died, DataError if a file changed meanwhile.
+    tokenizer: that of `model_directory`. If None (it did not load, or the workspace is not writable), records are only checked.
+    num_workers: None means one for little data, else one for each CPU; 0 means this process alone. The bytes are the same. Raises
+    OSError if the workspace fails, WorkerError if a process died, DataError if a file changed during the call.
     """
     sources = list_sources(plan, claims_root)
     chats = tokenizer is not None and plan.format is DataFormat.CHAT
@@ -147,7 +148,15 @@ def prepare(
             return reusable
     with ExitStack() as stack:
         staging = stack.enter_context(Staging(directory)) if tokenizer is not None else None
-        settings = PartSettings(plan.format, plan.loss_on, plan.max_sequence_length, plan.chat_template, stop_ids, plan.mapping)
+        settings = PartSettings(
+            plan.format,
+            plan.loss_on,
+            plan.max_sequence_length,
+            plan.chat_template,
+            stop_ids,
+            plan.mapping,
+            plan.template_arguments,
+        )
         tasks = _tasks(sources, settings, staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
         if num_workers is None:
@@ -164,11 +173,11 @@ def prepare(
         for split in (TRAIN, VALIDATION):
             members = [source for source in sources if source.named.split == split]
             findings_of_split = [
-                finding for source in members for finding in source.findings(plan.max_sequence_length, tokenizer is not None)
+                finding for source in members for finding in source.findings(plan, is_tokenised=tokenizer is not None)
             ]
             findings += findings_of_split
-            # Without documents this split was only checked, because another split is wrong.
-            is_made = any(source.found.num_documents for source in members)
+            # A split without documents was checked but not prepared, because another split has errors.
+            is_made = any(source.sums.num_documents for source in members)
             if staging is not None and is_made and not any(finding.severity == "error" for finding in findings_of_split):
                 splits[split] = _write_plan(staging, split, members, plan)
         datasets = tuple(source.facts() for source in sources)
@@ -179,6 +188,17 @@ def prepare(
 
 def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_ids: tuple[int, ...]) -> dict[str, Any]:
     """Everything that determines the prepared bytes: equal inputs give equal data."""
+    # The contents of the files are compared, so their locations do not matter.
+    settings = plan.model_dump(mode="json", exclude={"train", "validation"})
+    # Data prepared by a release without mappings, or without these settings, stays valid.
+    if plan.mapping == UNMAPPED:
+        del settings["mapping"]
+    else:
+        for name in _LATER_MAPPINGS:
+            if getattr(plan.mapping, name) == getattr(UNMAPPED, name):
+                del settings["mapping"][name]
+    if not plan.template_arguments:
+        del settings["template_arguments"]
     files = [[str(path.relative_to(model_directory)), file_sha256(path)] for path in tokenizer_files(model_directory)]
     tokenizer_digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {
@@ -186,7 +206,7 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
             {
                 "split": source.named.split,
                 "weight": source.weight,
-                # Of a single file only the kind matters; within a directory the names determine the order.
+                # The name of a single file matters only for its kind; in a directory, names also determine the order.
                 "files": [
                     [path.suffix if path == source.named.path else str(path.relative_to(source.named.path)), digest]
                     for path, digest in source.files.items()
@@ -197,17 +217,8 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
         "tokenizer": tokenizer_digest,
         "stop_ids": list(stop_ids),
         "libraries": {name: version(name) for name in ("transformers", "tokenizers")},
-        "settings": _settings(plan),
+        "settings": settings,
     }
-
-
-def _settings(plan: DataPlan) -> dict[str, Any]:
-    """Settings that determine the data. The files themselves are compared, so their locations do not count."""
-    settings = plan.model_dump(mode="json", exclude={"train", "validation"})
-    if plan.mapping == UNMAPPED:
-        # Data that a release without mappings has prepared stays valid.
-        del settings["mapping"]
-    return settings
 
 
 def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> Preparation | None:
@@ -218,10 +229,13 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
         verify_files(directory, manifest)
     except PreparedDataError:
         return None
+    for facts in manifest["datasets"]:
+        # JSON has turned numeric keys into strings, which become numbers again here.
+        facts["lengths"] = {int(bound): count for bound, count in facts["lengths"].items()}
     return Preparation(
         findings=tuple(Finding.model_validate(finding) for finding in manifest["warnings"]),
         splits={split: SplitFacts(**facts) for split, facts in manifest["splits"].items()},
-        datasets=tuple(_facts_of(facts) for facts in manifest["datasets"]),
+        datasets=tuple(DatasetFacts(**facts) for facts in manifest["datasets"]),
         inputs=inputs,
         pad_token_id=pad_token_id,
         staging=None,
@@ -229,41 +243,38 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
     )
 
 
-def _facts_of(stored: Mapping[str, Any]) -> DatasetFacts:
-    """Dataset facts from JSON, which has turned numeric keys into texts."""
-    return DatasetFacts(**{**stored, "lengths": {int(bound): count for bound, count in stored["lengths"].items()}})
-
-
 def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | None) -> Iterator[PartTask]:
-    """All tasks. Held-out records come first, so that training records can be compared with them."""
-    order = sorted(range(len(sources)), key=lambda number: (sources[number].named.split != VALIDATION, number))
-    count = 0
-    for number in order:
-        for path in sources[number].files:
-            for part in file_parts(number, path):
-                is_spoilt = any(source.problems for source in sources) and not settings.problems_need_tokens
-                is_spoilt = is_spoilt or any(source.template_is_endless for source in sources)
-                result = None if staging is None or is_spoilt else staging.scratch / f"part-{count}"
-                yield PartTask(part, settings, result)
-                count += 1
+    """Yield all tasks, those of held-out records first, so that training records can be compared with them."""
+    parts = (
+        part
+        for split in (VALIDATION, TRAIN)
+        for number, source in enumerate(sources)
+        if source.named.split == split
+        for path in source.files
+        for part in file_parts(number, path)
+    )
+    for count, part in enumerate(parts):
+        is_spoilt = any(source.sums.problems for source in sources) and not settings.problems_need_tokens
+        is_spoilt = is_spoilt or any(source.sums.template_is_endless for source in sources)
+        yield PartTask(part, settings, None if staging is None or is_spoilt else staging.scratch / f"part-{count}")
 
 
 def _consume(
     results: Iterator[tuple[PartTask, PartResult]], sources: list[Source], staging: Staging | None, progress: PreparingProgress
 ) -> None:
-    held_out = HeldOutDocuments()
+    held_out = DocumentDigests()
     for task, result in results:
         source = sources[task.part.source]
         source.add(task.part, result)
         if task.result is not None:
-            if staging is not None and not source.problems and source.error is None:
+            if staging is not None and not source.sums.problems and source.error is None:
                 with open_regular(tokens_file(task.result)) as tokens:
                     for documents in read_documents(task.result, result.num_documents):
-                        source.repeated.add(documents["digest"])
+                        source.digests.add(documents["digest"])
                         if source.named.split == VALIDATION:
                             held_out.add(documents["digest"])
                         else:
-                            source.num_held_out += held_out.count(documents["digest"])
+                            source.num_held_out += held_out.num_among(documents["digest"])
                         writer = staging.split(source.named.split)
                         writer.append_documents(tokens, documents["length"], documents["supervised"])
             tokens_file(task.result).unlink()
@@ -272,19 +283,15 @@ def _consume(
 
 
 def _write_plan(staging: Staging, split: str, members: list[Source], plan: DataPlan) -> SplitFacts:
-    writer = staging.split(split)
+    writer, results = staging.split(split), [source.sums for source in members]
     weighted = [source.weighted for source in members]
-    windows = plan_windows(weighted, writer, plan.max_sequence_length, plan.packing)
-    counts = writer.write_plan(windows)
+    counts = writer.write_plan(plan_windows(weighted, writer.counts, plan.max_sequence_length, plan.packing))
     return SplitFacts(
-        num_records=sum(source.found.num_records for source in members),
-        num_dropped=sum(source.found.num_dropped for source in members),
-        num_occurrences=counts.num_occurrences,
-        num_sequences=counts.num_sequences,
-        num_tokens=counts.num_tokens,
-        num_supervised_tokens=counts.num_supervised_tokens,
-        longest_document=max(source.found.longest_document for source in members),
-        largest_token_id=max(source.found.largest_token_id for source in members),
+        num_records=sum(result.num_records for result in results),
+        num_dropped=sum(result.num_dropped for result in results),
+        longest_document=max(result.longest_document for result in results),
+        largest_token_id=max(result.largest_token_id for result in results),
+        **asdict(counts),
     )
 
 

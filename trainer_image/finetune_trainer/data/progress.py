@@ -1,4 +1,4 @@
-"""Progress of preparing data: a bar on a terminal, otherwise a line in the log every few seconds."""
+"""Shows the progress of preparing data: a bar on a terminal, otherwise a line in the log every few seconds."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 log = logging.getLogger(__name__)
 LOG_SECONDS = 10.0
-"""Time between two lines of the log."""
+"""Time between two log lines."""
 
 
 class PreparingProgress:
-    """Counts bytes of the source files."""
+    """Counts the prepared bytes of the source files and shows their share."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total, self._done = total_bytes, 0
@@ -25,7 +25,7 @@ class PreparingProgress:
         self._bar = tqdm(total=total_bytes, desc="preparing", unit="B", unit_scale=True) if is_terminal else None
 
     def advance(self, num_bytes: int) -> None:
-        """Add bytes that are done."""
+        """Count bytes that have been prepared."""
         self._done += num_bytes
         if self._bar is not None:
             self._bar.update(num_bytes)

@@ -1,14 +1,14 @@
-"""A source, a file or a directory of files, -> its records. Which kind a file is, its name says.
+"""Reads the records of a source, which is a file or a directory of files. The name of a file determines its kind.
 
     .jsonl, .ndjson, other names     read_json.py, may be read in parts
     .json                            read_json.py, one list
     .csv                             read_tables.py
     .parquet, .arrow                 read_tables.py
     .txt                             read_text.py
-    compressed, .tsv, .xlsx, ...     file_kinds.py, says what to do instead
+    compressed, .tsv, .xlsx, ...     file_kinds.py, which suggests what to do instead
 
-Memory is bounded whatever the size of a file. A wrong record never ends the reading if the next one can be found, so that a user
-sees all kinds of mistakes at once. What a record is, records.py says. Called by file_parts.py and sources.py.
+Memory is bounded whatever the size of a file. Reading continues after a wrong record if the next can be found, so that a user
+sees all kinds of mistakes at once. records.py defines a record. Called by file_parts.py and sources.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,7 @@ from finetune_trainer.data.read_text import read_text
 from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.files import open_regular
 
-__all__ = [
-    "NoRecordFilesError",
-    "Record",
-    "RecordProblem",
-    "can_be_parted",
-    "lines_before",
-    "read_file",
-    "record_files",
-]
+__all__ = ["NoRecordFilesError", "Record", "RecordProblem", "can_be_parted", "lines_before", "read_file", "record_files"]
 
 JSON_LINES = (".jsonl", ".ndjson")
 TEXT_FILE = ".txt"
@@ -43,11 +35,11 @@ WHOLE_FILES = {
     ".json": read_json, ".csv": read_csv, ".parquet": read_parquet, ".arrow": read_arrow, TEXT_FILE: read_text,
 }  # fmt: skip
 _OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files that the datasets library writes beside its records."""
+"""Metadata files that the datasets library writes next to the records."""
 _CACHE = "cache-"
-"""Prefix of .arrow files that the datasets library keeps as a cache."""
+"""Prefix of .arrow files that are caches of the datasets library."""
 MOST_NAMED = 4
-"""Number of files of other kinds that are named if a directory has no records."""
+"""Number of other files that the error names if a directory has no records."""
 KNOWN_EXTENSIONS = (*JSON_LINES, *WHOLE_FILES)
 
 
@@ -56,11 +48,11 @@ class NoRecordFilesError(FileNotFoundError):
 
     def __init__(self, path: Path, others: Sequence[str] = ()) -> None:
         contents = f"; it holds {', '.join(sorted(others)[:MOST_NAMED])}" if others else ""
-        super().__init__(errno.ENOENT, f"the directory holds no {', '.join(KNOWN_EXTENSIONS)} file{contents}", str(path))
+        super().__init__(errno.ENOENT, f"the directory holds no record file ({', '.join(KNOWN_EXTENSIONS)}){contents}", str(path))
 
 
 def record_files(path: Path) -> list[Path]:
-    """The files of a source in the order of reading, which is by their paths below it.
+    """The files of a source in the order in which they are read: sorted by their paths below it.
 
     `path` is a file of any name, or a directory. Hidden files, hidden directories and unknown kinds of files are ignored.
     Raises NoRecordFilesError for a directory without records, OSError as the file system does.
@@ -68,13 +60,23 @@ def record_files(path: Path) -> list[Path]:
     if not path.is_dir():
         open_regular(path).close()
         return [path]
+
+    def fail(error: OSError) -> None:
+        raise error
+
     files: list[Path] = []
     others: list[str] = []
-    for directory, below, names in os.walk(path, onerror=_raise, followlinks=False):
+    for directory, below, names in os.walk(path, onerror=fail, followlinks=False):
         below[:] = [name for name in below if not name.startswith(".")]
-        files += [Path(directory, name) for name in names if _may_hold_records(name)]
-        others += [name for name in names if not files and not name.startswith(".")][:MOST_NAMED]
-    # Beside records of another kind, a text file is a licence or a description.
+        for name in names:
+            is_cache = name.startswith(_CACHE) and name.endswith(".arrow")
+            if name.startswith("."):
+                continue
+            if name.lower().endswith(KNOWN_EXTENSIONS) and name not in _OF_DATASETS and not is_cache:
+                files.append(Path(directory, name))
+            elif len(others) < MOST_NAMED:
+                others.append(name)
+    # If there are record files of other kinds, a text file is taken for a licence or a description.
     files = [file for file in files if file.suffix.lower() != TEXT_FILE] or files
     if not files:
         raise NoRecordFilesError(path, others)
@@ -82,23 +84,17 @@ def record_files(path: Path) -> list[Path]:
 
 
 def can_be_parted(path: Path) -> bool:
-    """Whether `read_file` reads parts of this file."""
+    """Whether `read_file` can read parts of this file."""
     return path.suffix.lower() not in WHOLE_FILES
-
-
-def _may_hold_records(name: str) -> bool:
-    is_known = name.lower().endswith(KNOWN_EXTENSIONS) and not name.startswith(".")
-    return is_known and name not in _OF_DATASETS and not (name.startswith(_CACHE) and name.endswith(".arrow"))
 
 
 def read_file(
     path: Path, data_format: DataFormat, part: tuple[int, int] | None = None, mapping: MappingPlan = UNMAPPED
 ) -> Iterator[Record | RecordProblem]:
-    """Yield every record of one file in order, or the problem in its place.
+    """Yield every record of one file in order; a wrong record is replaced by its problem.
 
-    part: [start, stop) in bytes, only where `can_be_parted`. The lines that begin there are read, so that parts that cover the
-    file give each of its records once. Lines are counted from the part's first; add `lines_before(path, start)`. Raises OSError
-    as the file system does.
+    part: [start, stop) in bytes, if `can_be_parted`. The lines that begin there are read, so that parts that cover the file yield
+    each record once. Lines of a part count from 1; add `lines_before(path, start)`. Raises OSError as the file system does.
     """
     problem = kind_problem(path, KNOWN_EXTENSIONS)
     if problem is not None:
@@ -110,7 +106,3 @@ def read_file(
     if part is not None:
         raise ValueError(f"{path.name} cannot be read in parts")
     return reader(path, data_format, mapping)
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -1,6 +1,6 @@
-"""JSON Lines and JSON lists -> records, one at a time: the longest record bounds the memory, not the file.
+"""Reads records from JSON Lines and JSON lists, one at a time, so that memory holds the longest record and not the file.
 
-JSON Lines can be read in ranges of bytes, so that several processes share one file.
+JSON Lines can be read in ranges of bytes, so that several processes can share a file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from finetune_job.api.inputs import DataFormat
-from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.parse import record_of
-from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, example
+from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, Unit, example
 from finetune_trainer.files import open_regular
 
 _BLOCK_BYTES = 2**20
 """Bytes of JSON Lines that are read at a time."""
-UNIT = "record"
+UNIT: Unit = "record"
 _BYTES_AT_ONCE = 2**18
 """Bytes of a JSON list that are read at a time."""
 _BLANK = " \t\n\r"
@@ -37,9 +37,9 @@ DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
 def read_jsonl(
-    path: Path, data_format: DataFormat, part: tuple[int, int] | None, mapping: MappingPlan = UNMAPPED
+    path: Path, data_format: DataFormat, part: tuple[int, int] | None, mapping: MappingPlan
 ) -> Iterator[Record | RecordProblem]:
-    """Yield every non-blank line that begins in the bytes [start, stop) of `part`; lines are counted from the first of them."""
+    """Yield the record of every non-blank line that begins in the bytes [start, stop) of `part`, where lines count from 1."""
     start, stop = part or (0, path.stat().st_size)
     with open_regular(path) as file:
         if start > 0:
@@ -64,13 +64,13 @@ def read_jsonl(
             else:
                 position += len(encoded)
             if not encoded.isspace() and encoded:
-                yield _parsed_line(place, encoded, data_format, mapping)
+                yield _parsed(place, encoded, data_format, mapping)
 
 
 def lines_before(path: Path, start: int) -> int:
-    """Number of lines of a JSON Lines file that begin before byte `start`, which is the offset for line numbers of that part.
+    """Number of lines that begin before byte `start` of a JSON Lines file: the offset of line numbers in that part.
 
-    It reads the file up to there, so call it only if a line number is shown.
+    This reads the file up to `start`, so call it only for a line number that is shown.
     """
     lines, left = 0, start
     last = b"\n"
@@ -86,27 +86,52 @@ def _skip_line(file: BinaryIO) -> None:
         pass
 
 
-def _parsed_line(place: RecordPosition, encoded: bytes, data_format: DataFormat, mapping: MappingPlan) -> Record | RecordProblem:
-    try:
-        value = DECODER.decode(encoded.decode())
-    except UnicodeDecodeError as error:
-        return place.problem("", encoded, f"is not UTF-8 ({error.reason})", "save the file as UTF-8")
-    except (ValueError, RecursionError) as error:
-        return place.problem("", encoded, f"is not JSON ({error})", f"write one JSON object per line: {example(data_format)}")
-    return record_of(place, value, data_format, mapping)
-
-
-def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Yield every element of the list. A malformed element is skipped; if the list itself is malformed, reading ends."""
+def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
+    """Yield the record of every element of the list, or its problem. Reading ends only if the list itself is malformed."""
+    wanted = f"write a list of records: [{example(data_format)}, ...]"
     with open_regular(path) as file:
-        yield from _elements(_Window(file), path, data_format, mapping)
+        window = _Window(file)
+        mark = window.next_mark()
+        if mark and mark != "[":
+            fix = f"{wanted}; a file with one object per line is named .jsonl"
+            reason = "the file does not begin with [, so it is not a JSON list"
+            yield RecordPosition(path, 1, UNIT).problem("", window.text, reason, fix)
+        if mark != "[":
+            return
+        window.position += 1
+        number = 0
+        if window.next_mark() == "]":
+            window.position += 1
+            mark = "]"
+        while mark != "]":
+            number += 1
+            place = RecordPosition(path, number, UNIT)
+            if not window.next_mark():
+                yield place.problem("", "", "the file ends before the list does", "write the file again, it was cut off")
+                return
+            end, reason = _end_of_element(window)
+            element = window.text[window.position : end]
+            if reason:
+                yield place.problem("", element, reason, "write the file again, it was cut off")
+                return
+            window.position = end
+            yield _parsed(place, element, data_format, mapping)
+            mark = window.next_mark()
+            window.position += 1
+            if mark not in ("]", ","):
+                successor = f"is followed by {mark!r}" if mark else "is followed by the end of the file"
+                yield place.problem("", element, f"{successor}, not by a comma or the end of the list", wanted)
+                return
+        if window.next_mark():
+            rest = window.text[window.position :]
+            yield RecordPosition(path, number, UNIT).problem("", rest, "the file continues after the end of its list", wanted)
 
 
 class _Window:
-    """The part of the file that is in memory. It grows at the end and is cut at the beginning."""
+    """The part of the file that is in memory. It is extended at its end and cut at its beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
-        # A byte that is not UTF-8 becomes a lone surrogate, which spoils only the record that holds it.
+        # A byte that is not UTF-8 becomes a lone surrogate, which makes only its own record invalid.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
         self._file = file
         self.text = ""
@@ -136,60 +161,21 @@ class _Window:
             self.grow()
 
 
-def _elements(window: _Window, path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
-    wanted = f"write a list of records: [{example(data_format)}, ...]"
-    mark = window.next_mark()
-    if not mark:
-        return
-    if mark != "[":
-        fix = f"{wanted}; a file with one object per line is named .jsonl"
-        yield RecordPosition(path, 1, UNIT).problem(
-            "", window.text, "the file does not begin with [, so it is not a JSON list", fix
-        )
-        return
-    window.position += 1
-    number = 0
-    if window.next_mark() == "]":
-        window.position += 1
-    else:
-        while True:
-            number += 1
-            place = RecordPosition(path, number, UNIT)
-            if not window.next_mark():
-                yield place.problem("", "", "the file ends before the list does", "write the file again, it was cut off")
-                return
-            end, reason = _end_of_element(window)
-            element = window.text[window.position : end]
-            if reason:
-                yield place.problem("", element, reason, "write the file again, it was cut off")
-                return
-            window.position = end
-            yield _parsed_element(place, element, data_format, mapping)
-            mark = window.next_mark()
-            window.position += 1
-            if mark == "]":
-                break
-            if mark != ",":
-                successor = f"is followed by {mark!r}" if mark else "is followed by the end of the file"
-                yield place.problem("", element, f"{successor}, not by a comma or the end of the list", wanted)
-                return
-    if window.next_mark():
-        rest = window.text[window.position :]
-        yield RecordPosition(path, number, UNIT).problem("", rest, "the file continues after the end of its list", wanted)
-
-
-def _parsed_element(place: RecordPosition, element: str, data_format: DataFormat, mapping: MappingPlan) -> Record | RecordProblem:
+def _parsed(place: RecordPosition, encoded: bytes | str, data_format: DataFormat, mapping: MappingPlan) -> Record | RecordProblem:
     try:
-        value = DECODER.decode(element)
+        value = DECODER.decode(encoded.decode() if isinstance(encoded, bytes) else encoded)
+    except UnicodeDecodeError:
+        return place.not_utf8("", encoded if isinstance(encoded, bytes) else encoded.encode())
     except (ValueError, RecursionError) as error:
-        return place.problem("", element, f"is not JSON ({error})", f"write {example(data_format)}")
+        form = "one JSON object per line: " if place.unit == "line" else ""
+        return place.problem("", encoded, f"is not JSON ({error})", f"write {form}{example(data_format)}")
     return record_of(place, value, data_format, mapping)
 
 
 def _end_of_element(window: _Window) -> tuple[int, str]:
-    """Find the end of the element at `window.position`, or the reason why it has none, by brackets and quotes alone.
+    """Find the end of the element at `window.position` by brackets and quotes alone. Returns it, and the reason if it is missing.
 
-    So a mistake within an element does not hide where the next one begins.
+    Thus the next element is found even if there is a mistake within this one.
     """
     depth, at, quote = 0, window.position, -1
     while True:

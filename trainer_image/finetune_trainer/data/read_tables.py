@@ -1,4 +1,4 @@
-"""Tables, CSV with a header row, Parquet and Arrow -> records, a few rows at a time."""
+"""Reads records from tables (CSV with a header row, Parquet and Arrow), a few rows at a time."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.api.inputs import DataFormat
-from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_job.plan.mapping import MappingPlan
+from finetune_trainer.data.other_keys import MEDIA
+from finetune_trainer.data.padding import without_nulls
 from finetune_trainer.data.parse import columns_to_read, missing_key, record_of, required_keys
-from finetune_trainer.data.records import MAX_RECORD_BYTES, PREFERENCES, Record, RecordPosition, RecordProblem
+from finetune_trainer.data.records import MAX_RECORD_BYTES, PREFERENCES, Record, RecordPosition, RecordProblem, Unit
 from finetune_trainer.data.suggestions import suggest_for_table
 from finetune_trainer.files import open_regular
 
 _QUOTING = 'quote a value that holds commas, quotes or line breaks with ", and double each " in it'
 _OTHER_DELIMITERS = (";", "\t", "|")
-_ROW_UNIT = "row"
+_ROW_UNIT: Unit = "row"
 _ROWS_AT_ONCE = 256
+_ROWS_WITH_MEDIA = 8
+"""Rows that are read at once if they hold pictures, video or sound."""
 _BUFFER_BYTES = 2**20
 _ARROW_FILE = b"ARROW1"
-"""Beginning of an Arrow file; an Arrow stream begins otherwise."""
+"""First bytes of an Arrow file; an Arrow stream begins differently."""
 
 
-def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Yield every row after the header. The line of a row is the one on which it begins."""
+def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
+    """Yield the record of every row after the header. The line of a row is the line on which it begins."""
     csv.field_size_limit(MAX_RECORD_BYTES)
-    # A byte that is not UTF-8 becomes a lone surrogate, which spoils only the record that holds it.
+    # A byte that is not UTF-8 becomes a lone surrogate, which makes only its own record invalid.
     with TextIOWrapper(open_regular(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(iter(partial(file.readline, MAX_RECORD_BYTES), ""), strict=True)
         header: list[str] | None = None
@@ -48,9 +52,6 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPE
                 continue
             if header is None:
                 header = [name.strip() for name in row]
-                if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
-                    yield _no_chats(place, header)
-                    return
                 problem = _header_problem(place, header, data_format, mapping)
                 if problem is not None:
                     yield problem
@@ -61,19 +62,17 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPE
                 yield record_of(place, dict(zip(header, row, strict=True)), data_format, mapping)
 
 
-def _no_chats(place: RecordPosition, header: list[str]) -> RecordProblem:
-    columns = dict.fromkeys(header)
-    reason = "a CSV file cannot hold chats, whose turns are lists"
-    problem = place.problem("messages", f"columns {sorted(columns)}", reason, suggest_for_table(columns))
-    return replace(problem, are_preferences=all(name in columns for name in PREFERENCES))
-
-
 def _header_problem(
     place: RecordPosition, header: list[str], data_format: DataFormat, mapping: MappingPlan
 ) -> RecordProblem | None:
+    columns = dict.fromkeys(header)
+    if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
+        reason = "a CSV file cannot hold chats, whose turns are lists"
+        problem = place.problem("messages", f"columns {sorted(columns)}", reason, suggest_for_table(columns))
+        return replace(problem, are_preferences=all(name in columns for name in PREFERENCES))
     for key in required_keys(data_format, mapping):
-        if key not in header:
-            problem = missing_key(place, key, dict.fromkeys(header), data_format, mapping)
+        if key not in columns:
+            problem = missing_key(place, key, columns, data_format, mapping)
             return problem if problem.changes or problem.are_preferences else _no_header(header, problem)
         if header.count(key) > 1:
             return place.problem(key, ",".join(header), "is the name of more than one column", "name each column once")
@@ -81,7 +80,7 @@ def _header_problem(
 
 
 def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
-    """The problem of a first line that names none of the columns."""
+    """The problem that the first line does not name the columns."""
     delimiter = next((mark for mark in _OTHER_DELIMITERS if len(header) == 1 and mark in header[0]), None)
     if delimiter is not None:
         reason = f"is missing: the values are separated by {delimiter!r}, and commas separate those of a CSV file"
@@ -90,26 +89,27 @@ def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
     return replace(problem, reason=reason, fix=f"write the names of the columns into the first line, {problem.key} among them")
 
 
-def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Yield every row. A null within a turn of a chat counts as an absent key, since all turns share their columns."""
-    # Imported here because loading takes long, and most data is JSON.
+def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
+    """Yield the record of every row. In chats, nulls are dropped: all turns share their columns, so null means a missing key."""
+    # Imported here because this takes long, and most data is JSON.
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
     rows = _Rows(path, data_format, mapping)
     try:
-        # Buffered without read-ahead, which would hold a row group, possibly the whole file, in memory.
+        # Without pre_buffer, which would hold a row group, possibly the whole file, in memory.
         with open_regular(path) as opened, pq.ParquetFile(opened, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             columns = columns_to_read(data_format, mapping, file.schema_arrow.names)
             # If a required column is missing, one row is read to show what the columns hold.
-            batches = file.iter_batches(_ROWS_AT_ONCE if columns else 1, columns=columns or None, use_threads=False)
+            at_once = 1 if not columns else _ROWS_WITH_MEDIA if MEDIA.intersection(columns) else _ROWS_AT_ONCE
+            batches = file.iter_batches(at_once, columns=columns or None, use_threads=False)
             yield from rows.records(batches, columns, file.schema_arrow.names)
     except (pa.ArrowException, UnicodeDecodeError) as error:
         yield rows.broken("Parquet", error)
 
 
-def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Yield every row of a file that the datasets library saved: an Arrow stream or an Arrow file (Feather)."""
+def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
+    """Yield the record of every row of a file saved by the datasets library: an Arrow stream or an Arrow file (Feather)."""
     import pyarrow as pa
 
     rows = _Rows(path, data_format, mapping)
@@ -126,38 +126,31 @@ def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAP
 
 
 class _Rows:
-    """Rows of a file that stores columns, counted."""
+    """Reads and counts the rows of a file that stores columns."""
 
     def __init__(self, path: Path, data_format: DataFormat, mapping: MappingPlan) -> None:
         self._path, self._format, self._mapping = path, data_format, mapping
         self._number = 0
 
     def records(self, batches: Iterable[Any], columns: list[str], names: list[str]) -> Iterator[Record | RecordProblem]:
-        """batches: pyarrow.RecordBatch. columns: the columns that make a record; empty if a required one is missing."""
+        """batches: of type pyarrow.RecordBatch. columns: columns that make a record; empty if a required column is missing."""
         if not columns:
             first = next((batch.slice(0, 1).to_pylist() for batch in batches if batch.num_rows), [dict.fromkeys(names)])[0]
             missing = next(key for key in required_keys(self._format, self._mapping) if key not in names)
-            yield missing_key(RecordPosition(self._path, 1, _ROW_UNIT), missing, _turns(first), self._format, self._mapping)
+            yield missing_key(
+                RecordPosition(self._path, 1, _ROW_UNIT), missing, without_nulls(first), self._format, self._mapping
+            )
             return
-        all_names = tuple(names)
+        not_read = [name for name in names if name not in columns]
         for batch in batches:
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
                 for row in batch.select(columns).slice(start, _ROWS_AT_ONCE).to_pylist():
                     self._number += 1
-                    value = _turns(row) if self._format is DataFormat.CHAT else row
+                    value = without_nulls(row) if self._format is DataFormat.CHAT else row
                     place = RecordPosition(self._path, self._number, _ROW_UNIT)
-                    yield record_of(place, value, self._format, self._mapping, all_names)
+                    yield record_of(place, value, self._format, self._mapping, not_read)
 
     def broken(self, kind: str, error: Exception) -> RecordProblem:
-        """The problem of a file that ends before its records do."""
+        """The problem of a file that cannot be read to its end."""
         place = RecordPosition(self._path, self._number + 1, _ROW_UNIT)
         return place.problem("", self._path.name, f"the file cannot be read on ({error})", f"write the {kind} file again")
-
-
-def _turns(value: Any) -> Any:
-    """Remove nulls within a value; in a column, a missing key and a null key are the same."""
-    if isinstance(value, dict):
-        return {key: _turns(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [_turns(item) for item in value]
-    return value

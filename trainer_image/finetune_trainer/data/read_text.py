@@ -1,4 +1,4 @@
-"""Plain text -> records: paragraphs or lines, one at a time."""
+"""Reads records from plain text, one paragraph or line at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from functools import partial
 from pathlib import Path
 
 from finetune_job.api.inputs import DataFormat, TextUnit
-from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.parse import record_of
 from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPosition, RecordProblem, Suggestion
 from finetune_trainer.files import open_regular
 
 
-def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> Iterator[Record | RecordProblem]:
-    """Yield every paragraph, or every line that is not blank. The line of a paragraph is its first."""
+def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
+    """Yield a record for every paragraph, or for every line that is not blank. A paragraph has the number of its first line."""
     if data_format is not DataFormat.TEXT:
         fix = Suggestion(
             "set spec.data.format: Text, or name a file of JSON Lines .jsonl", {"spec.data.format": DataFormat.TEXT.value}
@@ -45,6 +45,6 @@ def _record(path: Path, line: int, lines: list[bytes], mapping: MappingPlan) -> 
         return place.problem("", encoded, f"is longer than {MAX_RECORD_BYTES} bytes", fix)
     try:
         text = encoded.decode().strip("\r\n")
-    except UnicodeDecodeError as error:
-        return place.problem("", encoded, f"is not UTF-8 ({error.reason})", "save the file as UTF-8")
+    except UnicodeDecodeError:
+        return place.not_utf8("", encoded)
     return record_of(place, {mapping.text: text}, DataFormat.TEXT, mapping)

@@ -1,16 +1,19 @@
-"""Records, the problems of what is not a record, and the texts that both share.
+"""Defines records, the problems of values that are not valid records, and texts that both use.
 
-parse.py makes records from what a file holds. chat.py later judges what depends on the model's chat template or on lossOn.
+parse.py makes records from the content of files. chat.py later checks what depends on the model's chat template or on lossOn.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NoReturn
+
+from pydantic import Field
 
 from finetune_job.api.inputs import DataFormat
 
@@ -19,70 +22,100 @@ KEYS: Mapping[DataFormat, tuple[str, ...]] = {
     DataFormat.PROMPT_COMPLETION: ("prompt", "completion"),
     DataFormat.TEXT: ("text",),
 }
-"""Keys of a record of each format, unless the mapping names others."""
+"""Format -> keys of a record, unless the mapping names others."""
 TOOLS = "tools"
-"""Optional key of a chat."""
+"""Optional key of a chat that describes its tools."""
 ASSISTANT = "assistant"
-"""Role whose turns are learnt; transformers' templates know it by this name."""
+"""Role whose turns are learnt. Chat templates know it by this name."""
 ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool"})
 """Roles that chat templates know."""
-SYSTEM_ROLES = frozenset({"system", "developer"})
 WEIGHT_UNIT = 1_000_000
-"""Weights of data sets are multiples of a millionth, so that their arithmetic is exact in 64 bits: indices below 9e10 times
-weights up to 100. It stands here and not in packing.py, because looking at the first records must not import numpy.
+"""Number of units in a weight of 1. Weights are multiples of a millionth, so that arithmetic is exact in 64 bits for indices
+below 9e10 and weights up to 100. It is not in packing.py, because looking at the first records must not import numpy.
 """
-PART_SEPARATOR = "\n"
-"""Separator of the text parts of one content; servers of text-only models join them with it, too."""
 PREFERENCES = ("chosen", "rejected")
-"""Keys of a pair of answers, of which one is preferred."""
+"""Keys of the preferred answer and of the other answer in a pair."""
 LABEL = "label"
-"""Key that says whether the answer of a prompt is desired."""
+"""Key whose value says whether an answer is desired."""
 MAX_RECORD_BYTES = 64 * 2**20
-"""Longest record. It is beyond any context length, and bounds a reader's memory if a file has no record separators."""
+"""Size of the longest record. It exceeds any context length, and bounds a reader's memory if a file has no record separators."""
 
 Message = Mapping[str, Any]
+Unit = Literal["line", "record", "row"]
+"""Things that `line` of a record counts: lines of JSON Lines, CSV and text, places in a list, or rows of Parquet and Arrow."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record. A text is a completion without a prompt. In a chat, prompt and completion are empty."""
+    """One record. A text is stored as a completion without a prompt. In a chat, prompt and completion are empty."""
 
     line: int
-    """Counted from 1: line of JSON Lines and CSV, position in a JSON list, row of Parquet; see RecordProblem.unit."""
+    """Number of the line, record or row, as `unit` says; the first is 1."""
     prompt: str
     completion: str
     messages: tuple[Message, ...] = ()
-    """Turns of a chat, `role` and `content` (None next to tool_calls) always present; empty in other formats."""
+    """Turns of a chat, each with `role` and `content` (may be None in a turn with tool_calls); empty in other formats."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    unit: str = field(default="line", compare=False)
-    """Unit of `line`, as in RecordProblem."""
+    unit: Unit = field(default="line", compare=False)
     file: Path | None = field(default=None, compare=False)
-    keys: tuple[str, ...] = field(default=(), compare=False)
-    """All keys in its file, including those that are not read."""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template that the record brings."""
+    unread: tuple[str, ...] = field(default=(), compare=False)
+    """Keys of the record in its file that are not read and may mean something."""
 
 
 @dataclass(frozen=True)
 class RecordProblem:
-    """The reason why something in a file is not a usable record."""
+    """The problem of something in a file that is not a usable record."""
 
     line: int
     key: str
-    """Empty if the whole record is wrong."""
+    """Key that has the problem; empty if the whole record has it."""
     value: str
     reason: str
     fix: str
-    unit: str = "line"
-    """Unit of `line`: "line", "record" (position in a JSON list) or "row" (Parquet)."""
+    unit: Unit = "line"
     file: Path | None = field(default=None, compare=False)
-    changes: Mapping[str, Any] = field(default_factory=dict, compare=False)
-    """The fix as changes of the manifest (path -> new value), if there is one."""
+    changes: Annotated[Mapping[str, str], Field(max_length=8)] = field(default_factory=dict, compare=False)
+    """The fix as changes of the manifest (path -> new value); empty if it cannot be made there."""
     are_preferences: bool = False
     """The record is a pair of answers of which one is preferred."""
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """Key and fix, which identify problems that are one mistake to the user; the number of a chat's turn is left out."""
-        return re.sub(r"\[\d+\]", "[]", self.key), self.fix
+    def kind(self) -> str:
+        """Key and fix. Problems with the same kind are one mistake to the user, so turn numbers are left out."""
+        return re.sub(r"\[\d+\]", "[]", self.key) + "\0" + self.fix
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+CountedProblems = dict[str, tuple[RecordProblem, Count]]
+"""Kind of problem -> the first problem of the kind, and the number of such problems."""
+
+
+def count_problem(problems: CountedProblems, problem: RecordProblem, count: int = 1) -> None:
+    """Count `count` problems of the same kind as `problem`, which is the first of them."""
+    first, counted = problems.get(problem.kind, (problem, 0))
+    problems[problem.kind] = (first, counted + count)
+
+
+def count_left_out(problems: CountedProblems, left_out: Iterable[RecordProblem]) -> None:
+    """Count a record with content that is left out, once for each kind of problem."""
+    for problem in {problem.kind: problem for problem in reversed(tuple(left_out))}.values():
+        count_problem(problems, problem)
+
+
+MAX_UNREAD, MAX_UNREAD_LENGTH = 64, 128
+"""Number of unread keys that are counted, and the number of characters that are kept of each."""
+UnreadKeys = Annotated[dict[Annotated[str, Field(max_length=MAX_UNREAD_LENGTH)], Count], Field(max_length=MAX_UNREAD)]
+"""Key that is not read and may mean something -> number of records that have it."""
+
+
+def count_unread(unread: UnreadKeys, keys: Iterable[str], count: int = 1) -> None:
+    """Count `count` records with these unread keys."""
+    for key in keys:
+        name = key[:MAX_UNREAD_LENGTH].encode(errors="backslashreplace").decode()[:MAX_UNREAD_LENGTH]
+        if name in unread or len(unread) < MAX_UNREAD:
+            unread[name] = unread.get(name, 0) + count
 
 
 @dataclass(frozen=True)
@@ -90,17 +123,40 @@ class Suggestion:
     """A proposed fix."""
 
     fix: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    changes: Mapping[str, str] = field(default_factory=dict)
     """The fix as changes of the manifest, as in RecordProblem."""
+
+
+class RecordRefusedError(Exception):
+    """A value of a file is not a usable record."""
+
+    def __init__(self, problem: RecordProblem) -> None:
+        super().__init__(problem.reason)
+        self.problem = problem
 
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """The place in a file at which something was read."""
+    """The place in a file from which something was read."""
 
     file: Path
     line: int
-    unit: str = "line"
+    unit: Unit = "line"
+
+    def refuse(self, key: str, value: str | bytes, reason: str, fix: str | Suggestion) -> NoReturn:
+        """Raise RecordRefusedError with the problem of the value at this place."""
+        raise RecordRefusedError(self.problem(key, value, reason, fix))
+
+    def not_utf8(self, key: str, value: bytes) -> RecordProblem:
+        """The problem of bytes that are not UTF-8, with the encoding that they most likely have."""
+        if value.startswith((b"\xff\xfe", b"\xfe\xff")):
+            encoding, reason = "UTF-16", "is UTF-16"
+        else:
+            # Windows-1252 has the letters of Latin-1, and the quotes and dashes that programs on Windows write.
+            encoding = "WINDOWS-1252"
+            reason = f"is not UTF-8, and most likely Windows-1252 or Latin-1: {shown(value.decode('cp1252', errors='replace'))}"
+        file = shlex.quote(self.file.name)
+        return self.problem(key, value, reason, f"save the file as UTF-8: iconv -f {encoding} -t UTF-8 {file} > NEW_FILE")
 
     def problem(self, key: str, value: str | bytes, reason: str, fix: str | Suggestion) -> RecordProblem:
         suggestion = Suggestion(fix) if isinstance(fix, str) else fix
@@ -110,16 +166,29 @@ class RecordPosition:
 
 
 def is_pair_of_turns(prompt: Any, completion: Any) -> bool:
-    """Whether the two sides make a chat: both are lists of turns, or one is, and the other is a text, which is one turn."""
+    """Whether the two sides make a chat: both are lists of turns, or one is a list and the other a string, which is a turn."""
     sides = (prompt, completion)
     return any(isinstance(side, list) for side in sides) and all(isinstance(side, list | str) for side in sides)
 
 
 def called_name(call: Mapping[str, Any]) -> str:
-    """Name of the tool in an element of `tool_calls` or of `tools`; empty if it has no name in a form that templates know."""
+    """Name of the tool in an element of `tool_calls` or `tools`; empty if there is none where templates look for it."""
     function = call.get("function")
     name = (function if isinstance(function, Mapping) else call).get("name")
     return name.strip() if isinstance(name, str) else ""
+
+
+def with_arguments(message: Message, convert: Callable[[str, Any], Any]) -> Message:
+    """The message with the arguments of its calls of tools converted. convert: takes the name of the tool and the arguments."""
+
+    def converted(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            return {**call, "function": converted(function, name)}
+        return {**call, "arguments": convert(name, call["arguments"])} if "arguments" in call else call
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [converted(call, called_name(call)) for call in calls]} if calls else message
 
 
 def example(data_format: DataFormat) -> str:
@@ -133,16 +202,17 @@ def kind(value: Any) -> str:
     """Name of the JSON type of `value`."""
     if value is None:
         return "null"
-    kinds = {bool: "boolean", int: "number", float: "number", str: "text", list: "list", dict: "object"}
+    kinds = {bool: "boolean", int: "number", float: "number", str: "string", list: "list", dict: "object"}
     return kinds.get(type(value), type(value).__name__)
 
 
 def shown(text: str | bytes) -> str:
-    """The beginning of `text`, made fit for a message."""
+    """The beginning of `text` in a form that a message can show."""
     beginning = text[:400].decode(errors="replace") if isinstance(text, bytes) else text[:400]
     beginning = beginning.strip().encode(errors="replace").decode()
     return beginning if len(beginning) <= 80 else f"{beginning[:77]}..."
 
 
 def as_json(value: Any) -> str:
-    return json.dumps(value, default=repr)
+    """The value as JSON, for messages. Bytes are shown by their beginning, since they may be a picture."""
+    return json.dumps(value, default=lambda item: repr(item[:400] if isinstance(item, bytes) else item))

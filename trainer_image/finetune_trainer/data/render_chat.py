@@ -1,7 +1,7 @@
-"""A chat -> the text that a template writes for it, by transformers' own renderer; or ChatError, which says what to change.
+"""Renders a chat with a template by transformers' own renderer, or raises ChatError, which says what to change.
 
-Called by chat.py for chats, by template_probe.py for a plain one. tokenize.py and tokenizer.py choose the template here, and
-every step that works on a chat raises this error.
+Called by chat.py for records, by template_probe.py for a plain chat. tokenize.py and tokenizer.py choose the template here. Every
+step that works on a chat raises ChatError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finetune_trainer.data.records import MAX_RECORD_BYTES, Message
 Tokenizer = Any
 """transformers.PreTrainedTokenizerBase, not imported here because it takes seconds to load."""
 Span = tuple[int, int]
-"""[start, stop) in characters of the rendered text."""
+"""A range [start, stop) of characters of the rendered text."""
 
 
 class ChatError(ValueError):
@@ -24,7 +24,7 @@ class ChatError(ValueError):
     def __init__(self, key: str, reason: str, fix: str, changes: Mapping[str, str] | None = None) -> None:
         super().__init__(f"{reason}; {fix}")
         self.key = key
-        """Key of the record; empty if the template is wrong for any record."""
+        """Key of the record that has the problem; empty if the template cannot be used for any record."""
         self.reason = reason
         self.fix = fix
         self.changes = changes or {}
@@ -32,15 +32,13 @@ class ChatError(ValueError):
 
 
 def endless_template_error(reason: str) -> ChatError:
-    """Error of a template that does not finish. reason: the bound that it exceeds."""
+    """The error of a template that does not finish. reason: says which bound the template exceeds."""
     fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
     return ChatError("messages", f"the chat template {reason} for this chat", fix)
 
 
 def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
-    """`written` from the spec, or the tokenizer's template; some tokenizers have another one for chats with tools. Raises
-    ChatError.
-    """
+    """`written` from the spec, or the tokenizer's template, which may be a special one for chats with tools. Raises ChatError."""
     try:
         return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
     except ValueError as error:
@@ -62,9 +60,9 @@ def render_chat(
     prompt: bool = False,
     track: bool = False,
 ) -> tuple[str, list[Span]]:
-    """Render a chat with `source`; returns the text and the spans marked as generated (none without `track`). Raises ChatError.
+    """Render a chat with `source`. Returns the text and, with `track`, the spans marked as generated. Raises ChatError.
 
-    variables: special tokens, by the names under which templates know them. prompt: end with the text that asks for an answer.
+    variables: special tokens by the names that templates use. prompt: whether the text ends by asking for an answer.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -1,8 +1,8 @@
-"""Marks around the contents of a chat and the names of called tools, which show where each turn is in the rendered text.
+"""Puts marks around the contents of a chat and the names of called tools, which show where each turn is in the rendered text.
 
-Marks are characters of Unicode's private use planes, four per message. They stand inside the blanks at the ends of a content, so
-that trimming, which most templates do, removes the same as without them. The caller must compare whether a template wrote the
-same text with marks as without. Called by chat.py and template_probe.py.
+Marks are characters of Unicode's private use planes, four per message. They are put inside the white space at the ends of a
+content, so that a template that trims contents removes the same characters as without marks. The caller must check that a
+template writes the same text with and without marks. Called by chat.py and template_probe.py.
 """
 
 from __future__ import annotations
@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_trainer.data.records import Message, called_name
+from finetune_trainer.data.render_chat import ChatError
 
 _PLANES = (0xF0000, 0x100000)
 """First characters of the two private use planes."""
 _NUM_MARKS = 0xFFFE
 _IN_PLANE = {first: re.compile(f"([{chr(first)}-{chr(first + _NUM_MARKS - 1)}])") for first in _PLANES}
-
-
-class SentinelError(ValueError):
-    """No characters are left for marks."""
 
 
 @dataclass(frozen=True)
@@ -30,34 +27,35 @@ class SentinelPositions:
 
     text: str
     opened: tuple[list[int], ...]
-    """Starts of the words of each message; empty if it has none or the template dropped the beginning."""
+    """Positions where the words of each message begin; empty if it has no words or the template dropped the beginning."""
     closed: tuple[list[int], ...]
-    """Ends of the words of each message."""
+    """Positions where the words of each message end."""
     called: tuple[list[int], ...]
-    """Ends of the names of called tools in each message; empty if names were not marked."""
+    """Positions where the names of called tools of each message end; empty if names were not marked."""
 
     def last_closed(self, limit: int) -> tuple[int, int]:
-        """Where the last words before `limit` end, and the number of their message; (0, -1) if there are none."""
+        """Position before `limit` where the last words end, and the number of their message; (0, -1) if there are none."""
         ends = [(at, number) for number, places in enumerate(self.closed) for at in places if at < limit]
         return max(ends, default=(0, -1))
 
     def first_opened(self, start: int) -> int:
-        """Where the first words from `start` on begin; the end of the text if there are none."""
+        """Position from `start` on where the first words begin; the end of the text if there are none."""
         return min((at for places in self.opened for at in places if at >= start), default=len(self.text))
 
 
 def with_sentinels(
     messages: Sequence[Message], text: str, roles: frozenset[str] | None, *, calls: bool = False
 ) -> tuple[list[Message], int]:
-    """The messages with marks around the contents of `roles` (None: of all roles), and the first mark.
+    """The messages with marks around the contents of `roles` (None: of all roles), and the code point of the first mark.
 
-    text: the same chat rendered without marks; its characters are not used as marks. calls: mark the names of called tools, too.
-    Raises SentinelError.
+    text: the same chat rendered without marks; none of its characters become marks. calls: also mark the names of called tools.
+    Raises ChatError if no characters are left for marks.
     """
-    # Most texts are ASCII, which Python knows without a search.
+    # Most texts are ASCII and hold no marks. Python knows this without searching.
     first = _PLANES[0] if text.isascii() else next((plane for plane in _PLANES if not _IN_PLANE[plane].search(text)), None)
     if first is None or 4 * len(messages) > _NUM_MARKS:
-        raise SentinelError("it holds private use characters of both planes" if first is None else "it has too many turns")
+        reason = "it holds private use characters of both planes" if first is None else "it has too many turns"
+        raise ChatError("messages", reason, "remove the private use characters from the record, or some of its turns")
     marked = []
     for number, message in enumerate(messages):
         content = message["content"]
@@ -73,12 +71,10 @@ def with_sentinels(
 
 
 def read_sentinels(with_marks: str, first: int, num_messages: int) -> SentinelPositions:
-    """Find the marks in a rendered text. with_marks: rendered from the messages of `with_sentinels`, which also returned
-    `first`.
-    """
+    """Find the marks in `with_marks`, a text rendered from the messages that `with_sentinels` returned with `first`."""
     opened: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
     closed: tuple[list[int], ...] = tuple([] for _ in range(2 * num_messages))
-    # Texts and marks alternate.
+    # Even elements are texts, odd ones are marks.
     parts = _IN_PLANE[first].split(with_marks)
     at = 0
     for before, mark in zip(parts[::2], parts[1::2], strict=False):

@@ -1,7 +1,7 @@
-"""Writes prepared data: it is appended to a temporary directory and then published in one step.
+"""Writes prepared data, which is appended to files in a temporary directory and then published in one step.
 
-The previous data under the final name is replaced only then. A crash at any moment leaves the old data, or none, but never half
-of the new. shards.py describes the form.
+Older data under the final name is replaced only by that step. A crash at any moment leaves the old data, or none, but never half
+of the new data. shards.py describes the format.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
@@ -33,32 +34,25 @@ from finetune_trainer.data.shards import (
     shard_name,
     table_name,
 )
-from finetune_trainer.files import (
-    TEMPORARY_MARK,
-    publish_directory,
-    remove_tree,
-    sync_directory,
-    temporary_beside,
-    write_durably,
-)
+from finetune_trainer.files import TEMPORARY_MARK, publish_directory, remove_tree, sync_directory, temporary_beside, write_durably
 
 COPY_BYTES = 1 << 20
 """Bytes that are read and written at a time."""
 COUNTS_TYPE = np.dtype([("tokens", "<u4"), ("supervised", "<u4")])
-"""Counts of each document that are kept until the sequences are planned."""
+"""Counts of a document, kept until the sequences are planned."""
 
 
 class Staging:
-    """The temporary directory of data that is being prepared. As a context manager it is removed at the end unless it was
-    published.
-    """
+    """The temporary directory of data that is being prepared. As a context manager, it is removed unless it was published."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: the final name. Raises OSError."""
+        """directory: the final path. Raises OSError."""
         self._directory = directory
         self._made = [path for path in directory.parents if not path.exists()]
         directory.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(directory)
+        # Only one preflight pod of a job runs at a time, so other temporary directories were left by killed pods.
+        for path in directory.parent.glob(f"{directory.name}{TEMPORARY_MARK}*"):
+            shutil.rmtree(path, ignore_errors=True)
         self.path = temporary_beside(directory)
         self.path.mkdir()
         self.scratch = self.path / "scratch"
@@ -78,9 +72,7 @@ class Staging:
             split.flush()
 
     def publish(self, facts: Mapping[str, Any]) -> str:
-        """Write a manifest that also holds `facts` (JSON values), rename the directory, and return the data hash. Raises
-        OSError.
-        """
+        """Write a manifest that includes `facts` (JSON values), rename the directory, return the data hash. Raises OSError."""
         files: dict[str, dict[str, Any]] = {}
         for split in self._splits.values():
             files |= split.close()
@@ -93,12 +85,12 @@ class Staging:
         return data_hash
 
     def discard(self) -> None:
-        """Remove what was not published, and the directories that were created for it."""
+        """Remove unpublished data, and the parent directories that were created for it."""
         for split in self._splits.values():
             split.abandon()
         shutil.rmtree(self.path, ignore_errors=True)
         for directory in self._made:
-            with suppress(OSError):  # it holds something else
+            with suppress(OSError):  # the directory contains something else
                 directory.rmdir()
 
     def __enter__(self) -> Self:
@@ -120,7 +112,7 @@ class SplitWriter:
         self._num_tokens = 0
 
     def append_documents(self, tokens: BinaryIO, lengths: Array, supervised: Array) -> None:
-        """Append whole documents. tokens: in the stored form. lengths, supervised: counts of tokens of each document."""
+        """Append whole documents. tokens: file of tokens in the stored form. lengths, supervised: counts for each document."""
         self._append("document_ends", self._num_tokens + np.cumsum(lengths, dtype=np.int64))
         rows = np.empty(len(lengths), dtype=COUNTS_TYPE)
         rows["tokens"], rows["supervised"] = lengths, supervised
@@ -138,8 +130,9 @@ class SplitWriter:
             left -= len(block)
 
     def counts(self, documents: Array) -> tuple[Array, Array]:
-        """See DocumentCounts. The counts are read in blocks, since mapped pages of all documents would count as resident
-        memory.
+        """Numbers of tokens and supervised tokens of each of these documents, int64. `documents` must be ascending.
+
+        The counts are read in blocks, since mapped pages of all documents would count as resident memory.
         """
         tokens, supervised = np.empty(len(documents), dtype=np.int64), np.empty(len(documents), dtype=np.int64)
         self._counts.flush()
@@ -173,12 +166,12 @@ class SplitWriter:
         self._tables[table].write(np.ascontiguousarray(values, dtype=TABLE_TYPE).data)
 
     def flush(self) -> None:
-        """Write out everything that is buffered."""
+        """Write all buffered bytes to the files."""
         for file in (*self._shards, *self._tables.values()):
             file.file.flush()
 
     def close(self) -> dict[str, dict[str, Any]]:
-        """Make everything durable; returns size and SHA-256 by name below the root."""
+        """Make everything durable. Returns file name below the root -> size and SHA-256."""
         self._counts.close()
         written = [*self._shards, *self._tables.values()]
         entries = {str(file.path.relative_to(self._root)): file.close() for file in written}
@@ -187,16 +180,19 @@ class SplitWriter:
 
     def abandon(self) -> None:
         """Close all files, ignoring errors."""
-        for file in (self._counts, *(each.file for each in (*self._shards, *self._tables.values()))):
-            with suppress(OSError):  # buffered data may not fit on the disk, and is not needed
+        for file in (self._counts, *(digested.file for digested in (*self._shards, *self._tables.values()))):
+            with suppress(OSError):  # buffered data may not fit on the disk, but is not needed
                 file.close()
 
 
+@dataclass
 class PlanCounts:
     """Counts of one pass over a split."""
 
-    def __init__(self) -> None:
-        self.num_occurrences = self.num_sequences = self.num_tokens = self.num_supervised_tokens = 0
+    num_occurrences: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
+    num_supervised_tokens: int = 0
 
 
 class _DigestedFile:
@@ -220,9 +216,9 @@ class _DigestedFile:
 
 
 def write_prepared(directory: Path, splits: Mapping[str, SplitArrays], facts: Mapping[str, Any]) -> str:
-    """Write splits that are in memory, and a manifest that also holds `facts`, to `directory`; returns the data hash.
+    """Write splits from memory, and a manifest that includes `facts`, to `directory`. Returns the data hash.
 
-    Raises OSError; nothing is left behind then.
+    Raises OSError, and then leaves nothing behind.
     """
     with Staging(directory) as staging:
         for name, arrays in splits.items():
@@ -237,9 +233,3 @@ def write_prepared(directory: Path, splits: Mapping[str, SplitArrays], facts: Ma
             documents, ends = arrays.tables.sequence_documents, np.asarray(arrays.sequence_ends)
             writer.write_plan([PlanWindow.of(documents, ends, lengths, supervised)])
         return staging.publish(facts)
-
-
-def remove_leftovers(directory: Path) -> None:
-    """Remove temporary directories of preparations that were killed. Only one preflight pod of a job runs at a time."""
-    for path in directory.parent.glob(f"{directory.name}{TEMPORARY_MARK}*"):
-        shutil.rmtree(path, ignore_errors=True)

@@ -1,16 +1,16 @@
-"""Layout of prepared data on disk, and the check that it is complete.
+"""Defines the layout of prepared data on disk, and checks that it is complete.
 
-prepared/
-manifest.json                  last, so that data without it is not data
-train/, validation/            one directory per split:
-tokens-00000.i4, ...         tokens of all documents, document after document; see TOKENS_PER_SHARD
-<table>.i8                   one array of int64 each; see TABLES
+    prepared/
+        manifest.json             written last: data without it is incomplete
+        train/, validation/       one directory per split:
+            tokens-00000.i4, ...  tokens of all documents, document after document; see TOKENS_PER_SHARD
+            <table>.i8            one array of int64 each; see TABLES
 
 Each file is a plain little-endian array. A token that the loss does not count is stored as the bitwise complement of its id, so
-that one read gives ids and mask. Sequences are lists of documents, so nothing is rearranged, and a document that occurs twice
-is here once. Written to a temporary directory and renamed, so that the name `prepared` only ever holds complete data. The
-manifest holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and reports.
-Written through shard_writer.py, read by batches.py.
+that one read gives ids and mask. Sequences are lists of documents, so no tokens are rearranged, and a document that occurs twice
+is stored once. The data is written to a temporary directory, which is then renamed, so that `prepared` only ever holds complete
+data. The manifest holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and
+reports. shard_writer.py writes the data, batches.py reads it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,36 +37,28 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 TOKEN_TYPE, TABLE_TYPE = np.dtype("<i4"), np.dtype("<i8")
 TOKENS_PER_SHARD = 1 << 28
-"""Number of tokens in every shard but the last: 1 GiB."""
+"""Number of tokens in every shard but the last, which take 1 GiB."""
 TABLES = ("document_ends", "sequence_documents", "sequence_ends", "supervised_tokens")
-"""Fields of SplitArrays that have a file each."""
+"""Fields of SplitTables, each of which is stored in a file."""
 
 Array = NDArray[Any]
 
 
 class PreparedDataError(DataError):
-    """Prepared data is missing, incomplete or changed; it must be prepared again, never used."""
+    """Prepared data is missing, incomplete or changed. It must be prepared again and not be used."""
 
     def __init__(self, path: Path, reason: str, prepared: Path) -> None:
         super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, it prepares the data again")
 
 
-class TokenSource(Protocol):
-    """Tokens of a split, wherever they are stored."""
-
-    def read(self, start: int, stop: int) -> tuple[Array, Array]:
-        """Ids int32 and mask bool of the tokens [start, stop) of the split."""
-        ...
-
-
 @dataclass(frozen=True)
 class SplitTables:
-    """Documents and sequences of one split.
+    """The documents and sequences of one split, as arrays of int64.
 
     `document_ends` [num_documents]: exclusive end of each document in the tokens;
     `sequence_documents` [num_occurrences]: documents of the sequences, sequence after sequence;
     `sequence_ends` [num_sequences]: exclusive end of each sequence in `sequence_documents`;
-    `supervised_tokens` [num_sequences]. All int64.
+    `supervised_tokens` [num_sequences]: number of supervised tokens of each sequence.
     """
 
     document_ends: Array
@@ -77,10 +69,10 @@ class SplitTables:
 
 @dataclass(frozen=True)
 class SplitArrays:
-    """A split in memory whose sequences hold its documents in order, each once. Documents are contiguous.
+    """A split in memory, whose sequences hold each document once and in order. Documents are contiguous.
 
-    `tokens` int32 [num_tokens]; `supervised` bool [num_tokens]: whether the loss counts the prediction of this token; the others
-    as in SplitTables.
+    `tokens` int32 [num_tokens]; `supervised` bool [num_tokens]: whether the loss counts the prediction of this token. The other
+    fields are as in SplitTables.
     """
 
     tokens: Array
@@ -95,21 +87,21 @@ class SplitArrays:
         return SplitTables(self.document_ends, documents, self.sequence_ends, self.supervised_tokens)
 
     def read(self, start: int, stop: int) -> tuple[Array, Array]:
-        """See TokenSource."""
+        """Ids (int32) and mask (bool) of the tokens [start, stop) of the split."""
         return self.tokens[start:stop], self.supervised[start:stop]
 
 
 class TokenShards:
-    """The tokens of a split on disk. They are read, not mapped, since mapped pages would count as resident memory of every
-    rank.
-    """
+    """The tokens of a split on disk. They are read, not mapped: mapped pages would count as resident memory of each rank."""
 
     def __init__(self, directory: Path, split: str) -> None:
         self._prepared = directory
         self._files = [path.open("rb", buffering=0) for path in sorted((directory / split).glob(shard_name(None)))]
 
     def read(self, start: int, stop: int) -> tuple[Array, Array]:
-        """See TokenSource. Raises PreparedDataError if a file has become shorter since it was verified."""
+        """Ids and mask, as from `SplitArrays.read`. Raises PreparedDataError if a file has become shorter since it was
+        verified.
+        """
         stored = np.empty(stop - start, dtype=TOKEN_TYPE)
         view, position, filled = stored.data.cast("B"), start, 0
         while filled < len(view):
@@ -125,7 +117,7 @@ class TokenShards:
 
 
 def shard_name(number: int | None) -> str:
-    """Name of a token shard, or the pattern of all of them if there is no number."""
+    """Name of the token shard with this number; None: the pattern of the names of all token shards."""
     return f"tokens-{'*' if number is None else f'{number:05d}'}.i4"
 
 
@@ -160,7 +152,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 
 
 def verify_files(directory: Path, manifest: Mapping[str, Any]) -> None:
-    """Compare size and SHA-256 of every file with the manifest, several at a time. Raises PreparedDataError naming the file."""
+    """Compare size and SHA-256 of every file with the manifest, several files at once. Raises PreparedDataError."""
 
     def verify(name: str) -> None:
         path, expected = directory / name, manifest["files"][name]
@@ -177,7 +169,7 @@ def verify_files(directory: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def map_tables(directory: Path, split: str) -> SplitTables:
-    """Map the tables of one split, read-only. Call this after `verify_files`."""
+    """Map the tables of one split into memory, read-only. Call this after `verify_files`."""
     return SplitTables(**{table: np.memmap(directory / split / table_name(table), TABLE_TYPE, mode="r") for table in TABLES})
 
 
@@ -186,12 +178,12 @@ def table_name(table: str) -> str:
 
 
 def manifest_digest(body: Mapping[str, Any]) -> str:
-    """The data hash of a manifest; `body` is the manifest without it."""
+    """The data hash of a manifest. body: the manifest without the hash."""
     return hashlib.sha256(encoded_manifest(body)).hexdigest()
 
 
 def encoded_manifest(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON, so that a change of any byte is noticed, whether it changes the content or only the form."""
-    # As it will be read back: numeric keys become texts, whose order differs.
+    """Encode as canonical JSON, so that any changed byte is noticed, even if it changes only the formatting."""
+    # First as the value will be read back: numeric keys become texts, which are sorted differently.
     value = json.loads(json.dumps(value, allow_nan=False))
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

@@ -1,8 +1,8 @@
-"""A source that a manifest names -> its files, or the reason why they cannot be used.
+"""Finds the files of a source that a manifest names, or the reason why they cannot be used.
 
-The name of a file shows its split, by the words that the datasets library looks for, so that a directory means the same here.
-This module is light, since looking at the first records of a source (roles/look.py) imports it as well as preparing all of them
-(sources.py).
+The name of a file shows its split by the words that the datasets library looks for, so that a directory means the same to both.
+This module is light, since it is also imported to look at the first records of a source (roles/look.py), not only to prepare all
+of them (sources.py).
 """
 
 from __future__ import annotations
@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_job.finding import Finding
-from finetune_trainer.data.findings import (
-    TRAIN,
-    VALIDATION,
-    SplitSource,
-    shared_files,
-    split_missing,
-    unreadable,
-    unsplit_files,
-)
+from finetune_trainer.data.findings import TRAIN, VALIDATION, SplitSource, shared_files, split_missing, unreadable, unsplit_files
 from finetune_trainer.data.read import record_files
 
 _WORDS: Mapping[str, tuple[str, ...]] = {
@@ -36,7 +28,7 @@ _SEPARATOR = re.compile(r"[^a-z]+")
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """The files of a source that are read, in order."""
+    """The files of a source that are to be read, in order."""
 
     named: SplitSource
     files: tuple[Path, ...] = ()
@@ -48,29 +40,34 @@ class SourceFiles:
 
     @property
     def problem(self) -> Finding | None:
-        """The reason why there is nothing to read."""
+        """The reason why the source cannot be read; None if it can."""
         return unreadable(self.named, self.error) if self.error is not None else self.refusal
 
 
 def find_files(named: SplitSource, splits: Sequence[str], *, is_chosen: bool) -> SourceFiles:
-    """Find the files of a source. splits: as in DatasetPlan. is_chosen: the user named the split."""
+    """Find the files of a source. splits: as in DatasetPlan. is_chosen: whether the user named the split."""
     try:
         files = tuple(record_files(named.path))
     except OSError as error:
         return SourceFiles(named, error=error)
-    if not splits or not named.path.is_dir():
-        return SourceFiles(named, files)
-    divided = split_files(named.path, files, splits)
-    if not divided.taken or (is_chosen and not divided.found):
-        return SourceFiles(named, refusal=split_missing(named, splits, divided.found))
-    warnings = (unsplit_files(named, divided.split, divided.unnamed),) if divided.unnamed else ()
-    return SourceFiles(named, divided.taken, warnings=warnings)
+    split_of_file = {file: split_of(file.relative_to(named.path)) for file in files} if named.path.is_dir() else {}
+    named_splits = sorted({split for split in split_of_file.values() if split})
+    if not splits or not named_splits:
+        # If the names do not distinguish splits, all files are read, unless the user asks for a split.
+        is_refused = bool(splits) and is_chosen and named.path.is_dir()
+        return SourceFiles(named, refusal=split_missing(named, splits, named_splits)) if is_refused else SourceFiles(named, files)
+    split = next((name for name in splits if name in named_splits), "")
+    if not split:
+        return SourceFiles(named, refusal=split_missing(named, splits, named_splits))
+    unnamed = [file for file in files if not split_of_file[file]]
+    warnings = (unsplit_files(named, split, unnamed),) if unnamed else ()
+    return SourceFiles(named, tuple(file for file in files if split_of_file[file] == split), warnings=warnings)
 
 
 def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collection[str]]]) -> dict[SplitSource, Finding]:
-    """Held-out sources that share a file with the training data, by path or by content.
+    """Held-out sources that share a file with the training data (by path or by content) -> the finding.
 
-    sources: of each source, its files and their digests, as far as they are known.
+    sources: each source with its files and, if they are known, the digests of these.
     """
     known = list(sources)
     findings: dict[SplitSource, Finding] = {}
@@ -87,40 +84,16 @@ def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collectio
     return findings
 
 
-@dataclass(frozen=True)
-class SplitFiles:
-    """The files of a directory, by split."""
-
-    split: str
-    """The chosen split; empty if the file names do not name splits."""
-    taken: tuple[Path, ...]
-    unnamed: tuple[Path, ...]
-    """Files that were left out because they name no split."""
-    found: tuple[str, ...]
-    """All splits that the file names name."""
-
-
-def split_files(directory: Path, files: Sequence[Path], wanted: Sequence[str]) -> SplitFiles:
-    """The files of the first split of `wanted` that exists; all files if their names do not name splits."""
-    splits = {file: split_of(file.relative_to(directory)) for file in files}
-    found = tuple(sorted({split for split in splits.values() if split}))
-    if not found:
-        return SplitFiles("", tuple(files), (), ())
-    split = next((name for name in wanted if name in found), "")
-    taken = tuple(file for file in files if split and splits[file] == split)
-    return SplitFiles(split, taken, tuple(file for file in files if not splits[file]), found)
-
-
 def split_of(path: Path) -> str:
-    """The split of a file, from its path below the directory; empty if the path names none or several."""
+    """The split that a file's path below the directory names; empty if the path names no split or several."""
     for name in reversed(path.parts[:-1]):
         if name.lower() in _SPLIT_OF_WORD:
             return _SPLIT_OF_WORD[name.lower()]
     stem = path.name[: -len(path.suffix)] if path.suffix else path.name
     shard = _SHARD.match(stem)
     name = shard["split"] if shard else stem
-    found = {_SPLIT_OF_WORD[word] for word in _SEPARATOR.split(name.lower()) if word in _SPLIT_OF_WORD}
-    if len(found) != 1:
+    splits = {_SPLIT_OF_WORD[word] for word in _SEPARATOR.split(name.lower()) if word in _SPLIT_OF_WORD}
+    if len(splits) != 1:
         return ""
-    # The name of a shard is exactly the split, such as train_sft.
-    return name if shard and name.lower() not in _SPLIT_OF_WORD else found.pop()
+    # The name of a shard gives the whole name of the split, such as train_sft.
+    return name if shard and name.lower() not in _SPLIT_OF_WORD else splits.pop()

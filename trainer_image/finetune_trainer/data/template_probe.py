@@ -1,15 +1,17 @@
-"""A chat template -> the text that it writes around the turns of a chat, learnt from a plain chat whose words are known.
+"""Finds out what text a chat template writes around the turns of a chat, from a plain chat whose words are known.
 
-This text opens a turn of the assistant, asks for an answer, and ends the turn with stop tokens. chat.py uses it to find the turns
+Such text opens a turn of the assistant, asks for an answer, or ends a turn with a stop token. chat.py uses it to find the turns
 of records. Called by tokenize.py before the records, by tokenizer.py for the template itself and by preflight's token_rows.py.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
+from typing import Any
 
 from finetune_trainer.data.chat import ChatTemplate
 from finetune_trainer.data.records import ASSISTANT, Message
@@ -17,26 +19,31 @@ from finetune_trainer.data.render_chat import ChatError, Tokenizer, render_chat
 from finetune_trainer.data.sentinels import SentinelPositions, read_sentinels, with_sentinels
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-"""The block in which a template marks what the assistant generates; only transformers' renderer knows it."""
+"""Start of the block in which a template marks what the assistant generates. Only transformers' renderer knows such blocks."""
 PROBE: tuple[Message, ...] = (
     {"role": "user", "content": "first question"},
     {"role": ASSISTANT, "content": "first answer"},
     {"role": "user", "content": "second question"},
     {"role": ASSISTANT, "content": "second answer"},
 )
-"""A chat that any chat template can render."""
+"""A plain chat that any chat template can render."""
 
 
-@lru_cache(maxsize=4)
-def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = ()) -> ChatTemplate:
-    """Probe the template `source` with a plain chat. Raises ChatError with an empty key if it cannot be trained on.
+def arguments_key(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a template in the form that `chat_template` takes, which can be a key of its cache."""
+    return json.dumps(arguments, sort_keys=True) if arguments else ""
 
-    stop_ids: tokens at which generation with the model stops.
+
+@lru_cache(maxsize=64)
+def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = (), arguments: str = "") -> ChatTemplate:
+    """Probe the template `source` with a plain chat. Raises ChatError with an empty key if training cannot use the template.
+
+    stop_ids: tokens at which generation with the model stops. arguments: further variables of the template (arguments_key).
     """
     if not tokenizer.is_fast:
         fix = "put the tokenizer.json of the model next to its config.json"
-        raise ChatError("", "the tokenizer is a slow one, which does not tell which characters a token stands for", fix)
-    variables = dict(tokenizer.special_tokens_map)
+        raise ChatError("", "the tokenizer is a slow one, which does not report the characters of a token", fix)
+    variables = {**(json.loads(arguments) if arguments else {}), **tokenizer.special_tokens_map}
 
     def rendered(messages: Sequence[Message], *, prompt: bool = False) -> SentinelPositions:
         with_marks, first = with_sentinels(messages, "", None)
@@ -50,7 +57,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
     if any(len(place) != 1 for place in places):
         raise ChatError("", "the template does not write each turn of a plain chat once", "write a spec.data.chatTemplate")
     tails = whole.text[whole.closed[1][0] : whole.opened[2][0]], whole.text[whole.closed[3][0] :]
-    first_stop, last_stop = (_stop_token(tokenizer, tail) for tail in tails)
+    first_stop, last_stop = (_stop_text(tokenizer, tail, stop_ids) for tail in tails)
     if first_stop is None or last_stop is None:
         tail = tails[0] if first_stop is None else tails[1]
         raise ChatError(
@@ -59,7 +66,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
             "tokenizer, so the model could not learn to stop",
             f"write a spec.data.chatTemplate that ends each turn of the assistant with {tokenizer.eos_token!r}",
         )
-    stops = {token: tokenizer.convert_tokens_to_ids(token) for token in (first_stop, last_stop)}
+    stops = dict((first_stop, last_stop))
     added = {
         number: tokenizer.added_tokens_decoder[number].content for number in stop_ids if number in tokenizer.added_tokens_decoder
     }
@@ -73,14 +80,14 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
         asks=prompted_text != asked_text,
         headers=_headers(tokenizer, asked_text, prompted_text, gaps),
         stops=stops,
-        call_stops={token: number for number, token in added.items() if token.strip() and token not in stops},
+        call_stops={token: number for number, token in added.items() if token.strip() and number not in stops.values()},
     )
 
 
 def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
-    """The texts that open a turn of the assistant: `prompted` and `gaps` without the end of the user's turn, which `asked` shows.
+    """The texts that open a turn of the assistant: `prompted` and `gaps` without `asked`, the end of the user's turn.
 
-    The ends are compared token by token: "<|endoftext|>" and "<|assistant|>" share characters but nothing else.
+    The texts are compared by token: "<|endoftext|>" and "<|assistant|>" have their first characters in common, but no token.
     """
     encoded = [tokenizer(text, add_special_tokens=False, return_offsets_mapping=True) for text in (asked, prompted)]
     pairs = zip(encoded[0]["input_ids"], encoded[1]["input_ids"], strict=False)
@@ -91,7 +98,17 @@ def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str
     return tuple(dict.fromkeys(header for header in headers if header.strip()))
 
 
-def _stop_token(tokenizer: Tokenizer, tail: str) -> str | None:
-    """The special token with which `tail` begins."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()]
-    return max((token for token in added if tail.lstrip().startswith(token)), key=len, default=None)
+def _stop_text(tokenizer: Tokenizer, tail: str, stop_ids: tuple[int, ...]) -> tuple[str, int] | None:
+    """The special tokens that end a turn, with which `tail` begins, and the id of the last; None if it begins with another text.
+
+    This is one token, unless generation does not stop at it but at one of the special tokens that directly follow it.
+    """
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    text, first = "", None
+    rest = tail.lstrip()
+    while token := max((content for content in added if rest.startswith(content)), key=len, default=""):
+        text, rest = text + token, rest.removeprefix(token)
+        first = first or (text, added[token])
+        if added[token] in stop_ids:
+            return text, added[token]
+    return first

@@ -1,42 +1,48 @@
-"""Records -> documents: token ids and which of them are supervised.
+"""Turns records into documents: token ids, and which of them are supervised.
 
-A prompt is tokenised exactly as a caller will send it later. The end-of-sequence token is appended and supervised, otherwise the
-model would never learn to stop. A chat is exactly the text that its template writes; what the template drops of a record is
-noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
+A prompt is tokenised exactly as a server's client will send it later. The end-of-sequence token is appended and supervised,
+otherwise the model would never learn to stop. A chat is exactly the text that its template writes; content that the template
+drops is noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune_job.api.inputs import LossOn
 from finetune_trainer.data.chat import ChatTemplate, RenderedChat
-from finetune_trainer.data.records import ASSISTANT, TOOLS, Message, Record, RecordProblem, called_name, shown
+from finetune_trainer.data.left_out import left_out_by
+from finetune_trainer.data.other_keys import IGNORED_FIELD, WEIGHT
+from finetune_trainer.data.records import ASSISTANT, Record, RecordProblem, shown, with_arguments
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, endless_template_error, template_source
 from finetune_trainer.data.render_limit import RecordNote, RenderTimeoutError, render_limit
 from finetune_trainer.data.suggestions import suggest_roles
-from finetune_trainer.data.template_probe import chat_template
+from finetune_trainer.data.template_probe import arguments_key, chat_template
 
-__all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize"]
-
-WEIGHT = "weight"
-"""Key of a turn that some programs read: 0 for a turn that is not to be learnt."""
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys under which templates look for the thoughts before an answer."""
-END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"
-"""Delimiters of thoughts within a content."""
-
+__all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize", "with_something_learnt"]
 
 Encoding = Any
-"""tokenizers.Encoding."""
+"""The type tokenizers.Encoding."""
+BEFORE_PIECES = ("\n", ".", "")
+"""Marks, of which one is put before the rest of a text and removed from its tokens. If a tokenizer puts a space before each text,
+the space comes before the mark and is removed with it. If a mark and the rest's beginning become one token, the next is used.
+"""
+
+
+_BLANKS = re.compile(r"\s\s")
+"""A run of white space."""
 
 
 @dataclass(frozen=True)
 class TokenizedDocument:
-    """`supervised[i]`: the loss counts the prediction of token i. Never true for the first token, which nothing precedes."""
+    """A tokenised record. `supervised[i]`: whether the loss counts the prediction of token i; False for the first token."""
 
     input_ids: list[int]
     supervised: list[bool]
@@ -45,7 +51,7 @@ class TokenizedDocument:
 
 
 class EndlessTemplateError(Exception):
-    """The chat template did not finish for a record, and most likely would not for the next one."""
+    """The chat template did not finish for a record, and most likely would not finish for the next."""
 
     def __init__(self, problem: RecordProblem) -> None:
         super().__init__(problem.reason)
@@ -60,24 +66,37 @@ def tokenize(
     note: RecordNote | None = None,
     *,
     stop_ids: tuple[int, ...] = (),
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> list[TokenizedDocument | RecordProblem]:
-    """Tokenise each record into a document of any length, in order. A chat that cannot become one gives a problem instead.
+    """Turn each record into a document of any length, in order. A chat that cannot become a document becomes a problem.
 
-    The tokenizer must have an end-of-sequence token, and for chats be a fast one. written_template: spec.data.chatTemplate; None
-    chooses the tokenizer's own. All records have one format. note: for a process that the template's time limit may end
-    (render_limit.py). stop_ids: tokens at which generation with the model stops.
+    All records have the same format. The tokenizer must have an end-of-sequence token, and must be a fast one for chats.
+    written_template: spec.data.chatTemplate; None: the tokenizer's own. note: given if the template's time limit may end this
+    process (render_limit.py). stop_ids: tokens at which generation with the model stops. template_arguments: those of the
+    job; a record's own override them.
 
     Raises EndlessTemplateError.
     """
     if records and records[0].messages:
-        return _chats(tokenizer, records, loss_on, written_template, note, stop_ids=stop_ids)
+        arguments = template_arguments or {}
+        return _chats(tokenizer, records, loss_on, written_template, note, stop_ids=stop_ids, arguments=arguments)
     return list(_texts(tokenizer, records, loss_on))
+
+
+def with_something_learnt(record: Record, document: TokenizedDocument | RecordProblem) -> TokenizedDocument | RecordProblem:
+    """The document, or a problem if none of its tokens is learnt."""
+    if isinstance(document, RecordProblem) or any(document.supervised):
+        return document
+    text = record.completion or (str(record.messages[-1].get("content")) if record.messages else "")
+    reason = "gives no token that is learnt, so it would only cost time"
+    fix = "remove the record, or fill it in"
+    return RecordProblem(record.line, "", shown(text), reason, fix, record.unit, record.file)
 
 
 def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[TokenizedDocument]:
     end = tokenizer.eos_token_id
     (nothing,) = _ids(tokenizer, [""], special=True)
-    # If the tokenizer appends an end token to every text, it would stand between prompt and completion.
+    # If the tokenizer appends an end-of-sequence token to every text, it must be removed between prompt and completion.
     adds_end = bool(nothing) and nothing[-1] == end
     no_prompt = nothing[:-1] if adds_end else nothing
     asked = iter(_ids(tokenizer, [record.prompt for record in records if record.prompt], special=True))
@@ -89,27 +108,26 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
             prompt = prompt[:-1]
         if adds_end and whole[-1] == end:
             whole = whole[:-1]
-        # If prompt and completion share a token, the joint ids do not begin with the ids that the model sees for the prompt; then
-        # both are tokenised separately. Otherwise the joint form is the natural one, since it adds no space at the seam.
-        ids = whole if whole[: len(prompt)] == prompt else prompt + _continued(tokenizer, record.completion)
+        ids = whole
+        if whole[: len(prompt)] != prompt:
+            # A token spans prompt and completion, so they are tokenised separately.
+            ids = prompt + _ids_inside(tokenizer, record.completion)
         if not ids or ids[-1] != end:
             ids.append(end)
         first_supervised = max(len(prompt) if loss_on is LossOn.COMPLETION and record.prompt else 0, 1)
         yield TokenizedDocument(ids, [False] * first_supervised + [True] * (len(ids) - first_supervised))
 
 
+def _ids_inside(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the tokens of `text` as the continuation of an earlier text, so without what a tokenizer adds at the start."""
+    encoded = (_ids(tokenizer, [mark, mark + text], special=False) for mark in BEFORE_PIECES)
+    return next(both[len(before) :] for before, both in encoded if both[: len(before)] == before)
+
+
 def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Remove the begin token that the tokenizer put before the one in the record."""
+    """Remove the beginning-of-sequence token that the tokenizer added if the record has one itself."""
     begin = tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
-
-
-def _continued(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a text that continues another one. Some tokenizers put a space before each text, which is left out here."""
-    before, both = _ids(tokenizer, ["\n", f"\n{text}"], special=False)
-    if both[: len(before)] == before:
-        return both[len(before) :]
-    return _ids(tokenizer, [text], special=False)[0]
 
 
 def _chats(
@@ -120,6 +138,7 @@ def _chats(
     note: RecordNote | None,
     *,
     stop_ids: tuple[int, ...],
+    arguments: Mapping[str, Any],
 ) -> list[TokenizedDocument | RecordProblem]:
     made: list[TokenizedDocument | RecordProblem] = []
     rendered: list[tuple[int, RenderedChat, ChatTemplate, tuple[RecordProblem, ...]]] = []
@@ -127,28 +146,65 @@ def _chats(
         try:
             with render_limit(record.line, note):
                 source = template_source(tokenizer, written_template, has_tools=bool(record.tools))
-                template = chat_template(tokenizer, source, stop_ids)
-                whole = _rendered(template, record, loss_on)
+                own = {**arguments, **record.template_arguments}
+                template = chat_template(tokenizer, source, stop_ids, arguments_key(own))
+                record, whole = _rendered_in_some_form(template, record, loss_on)
         except ChatError as error:
             made.append(_problem(record, error))
         except RenderTimeoutError as error:
             raise EndlessTemplateError(_problem(record, endless_template_error(str(error)))) from error
         else:
-            chat = RenderedChat(whole.text, whole.turns[-1:]) if loss_on is LossOn.COMPLETION else whole
-            rendered.append((number, chat, template, _left_out(record, whole)))
+            unwritten = left_out_by(template, record, whole)
+            rendered.append((number, _learnt(whole, record, loss_on), template, unwritten))
             made.append(TokenizedDocument([], []))
-    encodings = _encodings(tokenizer, [chat.text for _, chat, _, _ in rendered]) if rendered else []
+    texts = [chat.text for _, chat, _, _ in rendered]
+    encodings = _backend(tokenizer).encode_batch(texts, add_special_tokens=False) if texts else []
     for (number, chat, template, unwritten), encoding in zip(rendered, encodings, strict=True):
+        pieces = _cut_at_turns(_backend(tokenizer), encoding, chat)
         try:
-            made[number] = replace(_document(encoding, chat, template, loss_on), left_out=unwritten)
+            made[number] = replace(_document(pieces, chat, template, loss_on), left_out=unwritten)
         except ChatError as error:
             made[number] = _problem(records[number], error)
     return made
 
 
+def _rendered_in_some_form(template: ChatTemplate, record: Record, loss_on: LossOn) -> tuple[Record, RenderedChat]:
+    """Render the chat, and if that fails, with the arguments of its calls as objects in place of JSON strings, or vice versa.
+
+    Records have them in either form (OpenAI's are strings), and a template may take only one. Servers also convert them.
+    """
+    try:
+        return record, _rendered(template, record, loss_on)
+    except ChatError:
+        for convert in (_as_object, _as_text):
+            other = replace(record, messages=tuple(with_arguments(message, convert) for message in record.messages))
+            if other.messages != record.messages:
+                with suppress(ChatError):
+                    return other, _rendered(template, other, loss_on)
+        raise
+
+
+def _as_object(_name: str, arguments: Any) -> Any:
+    """The object that a string of arguments holds as JSON; arguments of another form stay as they are."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def _as_text(_name: str, arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
 def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> RenderedChat:
-    """Render the chat with all turns of the assistant, or without turns if every token is supervised."""
+    """Render the chat and find all turns of the assistant, or no turns if every token is supervised."""
     if loss_on is LossOn.ALL:
+        unlearnt = next((number for number, message in enumerate(record.messages) if message.get(WEIGHT) == 0), None)
+        if unlearnt is not None:
+            reason = "says that this turn is not learnt, and spec.data.lossOn: All learns every token"
+            fix = f"set spec.data.lossOn: Assistant, or name the key in {IGNORED_FIELD}"
+            raise ChatError(f"messages[{unlearnt}].{WEIGHT}", reason, fix)
         return template.render_whole(record.messages, record.tools)
     if all(message["role"] != ASSISTANT for message in record.messages):
         roles = list(dict.fromkeys(str(message["role"]) for message in record.messages))
@@ -162,20 +218,73 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
     if loss_on is LossOn.COMPLETION and last_role != ASSISTANT:
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
         raise ChatError("messages", f"ends with a turn of the role {last_role!r}, so there is no completion", fix)
-    if loss_on is LossOn.ASSISTANT:
-        for number, message in enumerate(record.messages):
-            if message["role"] == ASSISTANT and message.get(WEIGHT) == 0:
-                reason = "is 0, and every turn of the assistant is learnt"
-                fix = "end the chat before this turn, or set spec.data.lossOn: Completion, which learns the last turn alone"
-                raise ChatError(f"messages[{number}].{WEIGHT}", reason, fix)
+    if loss_on is LossOn.COMPLETION and record.messages[-1].get(WEIGHT) == 0:
+        reason = "says that this turn is not learnt, and it is all that spec.data.lossOn: Completion learns"
+        fix = "remove the record, or set spec.data.lossOn: Assistant"
+        raise ChatError(f"messages[{len(record.messages) - 1}].{WEIGHT}", reason, fix)
     return template.render_turns(record.messages, record.tools)
 
 
-def _left_out(record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
-    return tuple(
-        RecordProblem(record.line, dropped.key, shown(dropped.text), dropped.reason, dropped.fix, record.unit, record.file)
-        for dropped in dropped_content(record, chat)
-    )
+def _learnt(chat: RenderedChat, record: Record, loss_on: LossOn) -> RenderedChat:
+    """The chat with those of its turns that are learnt."""
+    if loss_on is LossOn.ALL:
+        return chat
+    if loss_on is LossOn.COMPLETION:
+        return RenderedChat(chat.text, chat.turns[-1:])
+    answers = (message for message in record.messages if message["role"] == ASSISTANT)
+    learnt = (turn for turn, message in zip(chat.turns, answers, strict=True) if message.get(WEIGHT) != 0)
+    return RenderedChat(chat.text, tuple(learnt))
+
+
+class _Pieces:
+    """The tokens of a text that is tokenised in pieces, with the places of the pieces in the text. It reads like an Encoding."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Encoding, int]]) -> None:
+        """pieces: for each piece its place in the text, its encoding, and the number of tokens in front of it to leave out."""
+        self.ids = [token for _, encoding, skipped in pieces for token in encoding.ids[skipped:]]
+        self.offsets = [
+            (place + start, place + stop) for place, encoding, skipped in pieces for start, stop in encoding.offsets[skipped:]
+        ]
+        self._stops = [stop for _, stop in self.offsets]
+
+    def char_to_token(self, at: int) -> int | None:
+        """The first token that holds the character."""
+        token = bisect_right(self._stops, at)
+        return token if token < len(self.offsets) and self.offsets[token][0] <= at else None
+
+
+def _cut_at_turns(backend: Any, encoding: Encoding, chat: RenderedChat) -> Encoding:
+    """Tokenise the text again in pieces if a learnt span begins inside a token, or after a run of white space.
+
+    A server tokenises the text before the answer alone, so that the answer begins with a token of its own.
+    """
+    starts = sorted(start for turn in chat.turns for start, _ in turn)
+    # Tokenizers in the manner of GPT-2 split a run of white space before a word, and not at the end of a text.
+    cuts = [start for start in starts if _is_inside_token(encoding, start) or _BLANKS.match(chat.text, max(start - 2, 0))]
+    if not cuts:
+        return encoding
+    pieces = []
+    for start, stop in itertools.pairwise([0, *cuts, len(chat.text)]):
+        piece = chat.text[start:stop]
+        marks = BEFORE_PIECES if start > 0 else ("",)
+        encoded = ((mark, *backend.encode_batch([mark, mark + piece], add_special_tokens=False)) for mark in marks)
+        pieces.append(
+            next(
+                (start - len(mark), both, len(before.ids))
+                for mark, before, both in encoded
+                if both.ids[: len(before.ids)] == before.ids
+            )
+        )
+    return _Pieces(pieces)
+
+
+def _is_inside_token(encoding: Encoding, at: int) -> bool:
+    """Whether a token may begin before the character `at` and hold it."""
+    token = encoding.char_to_token(at)
+    if token is not None and encoding.token_to_chars(token)[0] < at:
+        return True
+    # Some tokenizers leave white space out of the offsets of the token that holds it.
+    return at > 0 and encoding.char_to_token(at - 1) is None
 
 
 def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, loss_on: LossOn) -> TokenizedDocument:
@@ -202,12 +311,12 @@ def _document(encoding: Encoding, chat: RenderedChat, template: ChatTemplate, lo
 
 
 def _tokens(encoding: Encoding, text: str, start: int, stop: int) -> range:
-    """Numbers of the tokens that hold any of the characters [start, stop)."""
+    """Range of the tokens that contain any of the characters [start, stop)."""
     first = next((token for at in range(start, stop) if (token := encoding.char_to_token(at)) is not None), None)
     if first is None:
         return range(0)
     last = next(token for at in range(stop - 1, start - 1, -1) if (token := encoding.char_to_token(at)) is not None)
-    if not text[stop - 1].isascii():  # a character may be several tokens, of which only the first was found
+    if not text[stop - 1].isascii():  # a character may consist of several tokens, of which only the first was found
         offsets = encoding.offsets
         while last + 1 < len(offsets) and offsets[last + 1][0] < stop:
             last += 1
@@ -225,72 +334,10 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[l
     return [encoding.ids for encoding in _backend(tokenizer).encode_batch_fast(list(texts), add_special_tokens=special)]
 
 
-def _encodings(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Encoding]:
-    return list(_backend(tokenizer).encode_batch(list(texts), add_special_tokens=False))
-
-
 def _backend(tokenizer: Tokenizer) -> Any:
-    """The tokenizer under transformers' wrapper, which takes half of the time of short records."""
+    """The tokenizer inside transformers' wrapper. For short records, the wrapper takes half of the time."""
     backend = tokenizer.backend_tokenizer
-    # tokenizer.json may ask for both; the wrapper also turns them off on each call.
+    # tokenizer.json may ask for truncation and padding. The wrapper also turns them off on each call.
     backend.no_truncation()
     backend.no_padding()
     return backend
-
-
-@dataclass(frozen=True)
-class DroppedContent:
-    """A text of the record that is not in the rendered chat."""
-
-    key: str
-    text: str
-    reason: str
-    fix: str
-
-
-def dropped_content(record: Record, chat: RenderedChat) -> Iterator[DroppedContent]:
-    """Yield every text that the template drops.
-
-    chat.turns: all turns of the assistant, in order, or none if they do not matter.
-    """
-    turns = iter(chat.turns)
-    for number, message in enumerate(record.messages):
-        place = f"messages[{number}]"
-        if message["role"] == ASSISTANT:
-            turn = next(turns, None)
-            yield from _of_answer(place, message, chat.text if turn is None else "".join(chat.text[a:b] for a, b in turn))
-            continue
-        words = (message["content"] or "").strip()
-        # Some templates write the result of a tool as JSON.
-        if words not in chat.text and json.dumps(words, ensure_ascii=False)[1:-1] not in chat.text:
-            role = message["role"]
-            reason = f"of a turn of the role {role!r} is left out or changed by the chat template"
-            fix = f"set a spec.data.chatTemplate that writes turns of the role {role!r}, or write it into another turn"
-            yield DroppedContent(f"{place}.content", words, reason, fix)
-    for tool in record.tools:
-        name = called_name(tool)
-        if name not in chat.text:
-            reason = f"{name!r} is left out by the chat template, so the model is not told of it"
-            yield DroppedContent(TOOLS, name, reason, "set a spec.data.chatTemplate that writes tools, or remove them")
-            return
-
-
-def _of_answer(place: str, message: Message, said: str) -> Iterator[DroppedContent]:
-    """said: the part of the turn that is learnt."""
-    thoughts = [(key, message[key]) for key in THOUGHTS if isinstance(message.get(key), str)]
-    words = message["content"] or ""
-    if words.strip() not in said and END_OF_THOUGHT in words:
-        thought, _, words = words.rpartition(END_OF_THOUGHT)
-        thoughts.append(("content", thought.rpartition(START_OF_THOUGHT)[2]))
-    for key, thought in thoughts:
-        if thought.strip() not in said:
-            reason = "holds thoughts that the chat template leaves out, so they are not learnt"
-            fix = (
-                "write a record for each answer whose thoughts are to be learnt, or set a spec.data.chatTemplate that keeps them"
-            )
-            yield DroppedContent(f"{place}.{key}", thought.strip(), reason, fix)
-            break  # several keys may hold the same thoughts
-    if words.strip() not in said:
-        reason = "is left out or changed by the chat template, so it is not learnt as it is written there"
-        fix = "set a spec.data.chatTemplate that writes what the assistant says as it is, also where it calls tools"
-        yield DroppedContent(f"{place}.content", words.strip(), reason, fix)

@@ -1,9 +1,9 @@
-"""A tokenizer read from its files without transformers, whose import takes a second of processor time.
+"""Reads a tokenizer from its files without transformers, whose import takes a second of processor time.
 
-It has what tokenize.py, render_chat.py and template_probe.py need, and transformers' renderer of chat templates alone. It serves
-for looking at the first records, where a second counts. tokenizer.json decides the tokens of a text; only preflight shows what a
-tokenizer class of transformers changes beyond that. Templates run in the same sandbox as in training: the parent packages of its
-module are put in place without running their code.
+The tokenizer has what tokenize.py, render_chat.py and template_probe.py need to look at the first records, where a second
+matters. tokenizer.json decides the tokens of a text; only preflight shows what else a tokenizer class of transformers changes.
+Templates run in the same sandbox as in training: its module, transformers' renderer of chat templates, is imported alone, without
+running the code of its parent packages.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ RENDERER = f"{_UTILS}.chat_template_utils"
 
 
 class TokenizerFilesError(ValueError):
-    """The files are not a tokenizer."""
+    """The files do not contain a usable tokenizer."""
 
 
 class FileTokenizer:
-    """tokenizer.json, with the special tokens and templates of the files beside it."""
+    """A tokenizer made of tokenizer.json and the special tokens and templates in the files next to it."""
 
     is_fast = True
 
     def __init__(self, directory: Path, added: Sequence[AddedTokenPlan] = ()) -> None:
-        """added: tokens of the job that the files lack. Raises TokenizerFilesError, OSError."""
+        """added: the job's tokens, which the files lack. Raises TokenizerFilesError, OSError."""
         from tokenizers import AddedToken, Tokenizer
 
         with open_regular(directory / _BACKEND) as file:
@@ -57,7 +57,7 @@ class FileTokenizer:
         self._templates = _templates(directory, config)
 
     def __getattr__(self, name: str) -> Any:
-        """`eos_token` and `eos_token_id` of each special token."""
+        """Return text or id of a special token, such as `eos_token` or `eos_token_id`."""
         token = name.removesuffix("_id")
         if token not in _TOKENS:
             raise AttributeError(name)
@@ -105,7 +105,7 @@ def _content(token: Any) -> str | None:
 
 
 def _templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Templates by name. A file of its own takes precedence over tokenizer_config.json."""
+    """Templates by name. A template in its own file takes precedence over tokenizer_config.json."""
     written = config.get("chat_template")
     templates: dict[str, str] = {}
     if isinstance(written, str):
@@ -134,7 +134,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def keep_rest_of_transformers_out() -> None:
-    """Let only explicitly named modules of transformers be imported from now on. Does nothing if it is already imported."""
+    """Let imports of transformers' modules no longer run the code of its packages. Does nothing if it is already imported."""
     if _PACKAGES[0] in sys.modules:
         return
     spec = importlib.util.find_spec(_PACKAGES[0])
@@ -148,15 +148,15 @@ def keep_rest_of_transformers_out() -> None:
 
 
 def import_renderer() -> None:
-    """Import the renderer alone, without the heavy modules that it would import.
+    """Import transformers' renderer without the heavy modules that it would import.
 
-    These are numpy (no record holds its scalars), the Hub's client and progress bars (which the loggers of transformers load),
-    and the search for installed packages. All stay importable. Raises ModuleNotFoundError.
+    These are numpy (no record contains its scalars), the Hub's client and progress bars (which transformers' loggers load), and
+    the search for installed packages. All can still be imported later. Raises ModuleNotFoundError.
     """
     numbers, loggers, packages = (ModuleType(name) for name in ("numpy", f"{_UTILS}.logging", f"{_UTILS}.import_utils"))
     vars(numbers)["generic"] = type("generic", (), {})
     vars(loggers)["get_logger"] = lambda name: _Logger(logging.getLogger(name), {})
-    # Tensors and images are for functions that a template calls as tools; records have no such functions.
+    # Tensors and images are only for functions that a template calls as tools; records have no such functions.
     vars(packages).update(is_jinja_available=lambda: True, is_torch_available=lambda: False, is_vision_available=lambda: False)
     absent = {module.__name__: module for module in (numbers, loggers, packages) if module.__name__ not in sys.modules}
     sys.modules.update(absent)

@@ -1,7 +1,7 @@
-"""`python -m finetune_trainer.data.worker SETTINGS`: processes that work on parts of files; started by workers.py.
+"""`python -m finetune_trainer.data.worker SETTINGS`: runs the processes that prepare parts of files. Started by workers.py.
 
 The first process loads the tokenizer and forks the others, which share its memory. torch is not imported: only the tokenizer is
-needed, and torch takes seconds and hundreds of MB. Every process dies with the one that started it.
+needed, and torch takes seconds and hundreds of MB. Every process dies with its parent.
 """
 
 from __future__ import annotations
@@ -10,21 +10,28 @@ import json
 import os
 import sys
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from socket import socket
 
-from finetune_trainer.data.file_parts import work_on
+from finetune_trainer.data.file_parts import PartResult, work_on
 from finetune_trainer.data.messages import failure_line, read_task, result_line
-from finetune_trainer.data.render_limit import RecordNote
+from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.data.render_chat import endless_template_error
+from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote
 from finetune_trainer.data.tokenize import Tokenizer
-from finetune_trainer.processes.child import fork, wait_for_ends
+from finetune_trainer.processes.child import ENDING_SECONDS, Child, fork, wait_for_ends
 from finetune_trainer.processes.sandbox import limit_memory
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
+LOOK_SECONDS = 1.0
+"""Time between two looks whether the workers still have their connections."""
+
 
 def main(arguments: str) -> int:
-    """Load the tokenizer, fork the workers and wait; returns the first exit status of a worker that is not 0 (negative: a
-    signal).
+    """Load the tokenizer, fork the workers, wait. Returns 0, or the status of a worker that failed (128 plus a signal's number).
+
+    If a chat template does not finish, its worker is ended. This process then answers in its place and forks a new worker.
     """
     settings = json.loads(arguments)
     die_with(settings["parent"])
@@ -36,36 +43,62 @@ def main(arguments: str) -> int:
     if tokenizer is None:
         print(*(finding.message for finding in findings), file=sys.stderr)
         return 1
-    descriptors: list[tuple[int, int]] = settings["descriptors"]
-    children = [fork(partial(_serve_one, number, descriptors, tokenizer)) for number in range(len(descriptors))]
-    for descriptor, _ in descriptors:
-        os.close(descriptor)
-    for ended in wait_for_ends(children, float("inf")):
-        if ended is not None and ended[1].code != 0:
+    connections = [socket(fileno=descriptor) for descriptor in settings["descriptors"]]
+    # Shared memory in which each worker notes the record that it is rendering.
+    notes = memoryview(mmap(-1, 8 * len(connections))).cast("q")
+
+    def start(number: int) -> Child:
+        return fork(partial(serve, connections, number, tokenizer, notes[number : number + 1]))
+
+    children = {start(number): number for number in range(len(connections))}
+    while children:
+        ended = next(wait_for_ends(list(children), float("inf"), LOOK_SECONDS))
+        if ended is None:
+            # This process has a copy of each connection, so the other end does not see that a worker has closed its own.
+            closed = next((child for child, number in children.items() if not _has(child, connections[number])), None)
+            if closed is not None and closed.wait(ENDING_SECONDS) is None:
+                print("a worker closed its connection and did not end", file=sys.stderr)
+                return 1
+            continue
+        child, end = ended
+        number = children.pop(child)
+        if end.code == -ENDED_BY and notes[number]:
+            error = endless_template_error(f"takes more than {END_SECONDS:g} s of CPU time")
+            result = PartResult()
+            result.found_endless(RecordProblem(notes[number], error.key, "", error.reason, error.fix))
+            notes[number] = 0
+            connections[number].sendall(result_line(result))
+            children[start(number)] = number
+        elif end.code != 0:
             # The other workers die with this process.
-            return 128 - ended[1].code if ended[1].code < 0 else ended[1].code
+            return 128 - end.code if end.code < 0 else end.code
+        else:
+            # The other end learns that no answer comes from this worker any more.
+            connections[number].close()
     return 0
 
 
-def _serve_one(number: int, descriptors: list[tuple[int, int]], tokenizer: Tokenizer) -> None:
-    for other, (descriptor, _) in enumerate(descriptors):
-        if other != number:
-            os.close(descriptor)
-    own, note = descriptors[number]
-    serve(socket(fileno=own), tokenizer, RecordNote(note))
+def _has(child: Child, connection: socket) -> bool:
+    """Whether a child still has its copy of a connection, which got the same number when the child was forked."""
+    try:
+        return os.path.samestat(Path(f"/proc/{child.pid}/fd/{connection.fileno()}").stat(), os.fstat(connection.fileno()))
+    except OSError:
+        return False
 
 
-def serve(connection: socket, tokenizer: Tokenizer, note: RecordNote) -> None:
-    """Work on the tasks from the connection until it closes, in a process of its own."""
-    # A chat template may allocate any amount.
+def serve(connections: list[socket], number: int, tokenizer: Tokenizer, note: RecordNote) -> None:
+    """Work on the tasks from connection `number` until it closes, in a separate process."""
+    for other in connections[:number] + connections[number + 1 :]:
+        other.close()
+    # A chat template may allocate any amount of memory.
     limit_memory()
-    with connection.makefile("rb") as tasks:
+    with connections[number].makefile("rb") as tasks:
         for line in tasks:
             try:
                 answer = result_line(work_on(read_task(line), tokenizer, note))
-            except Exception as error:  # noqa: BLE001 - whatever it is, the process that sent the task has to know
+            except Exception as error:  # noqa: BLE001 - the process that sent the task needs every error
                 answer = failure_line(error)
-            connection.sendall(answer)
+            connections[number].sendall(answer)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Parts of files -> their results, in order, computed by several processes (worker.py) or by this one.
+"""Prepares parts of files in several processes (worker.py) or in this one, and yields their results in order.
 
-These are processes and not threads, because chat templates and JSON parsing hold Python's lock.
+Threads would not help, because chat templates and JSON parsing hold Python's lock.
 """
 
 from __future__ import annotations
@@ -11,43 +11,34 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
 from socket import socket, socketpair
 
 from finetune_job.failures import FailureClass
 from finetune_trainer.data.file_parts import PartResult, PartTask, work_on
-from finetune_trainer.data.messages import MAX_ANSWER_BYTES, WorkerFailure, read_answer, task_line
-from finetune_trainer.data.records import RecordProblem
-from finetune_trainer.data.render_chat import endless_template_error
-from finetune_trainer.data.render_limit import END_SECONDS, ENDED_BY, RecordNote, new_note
+from finetune_trainer.data.messages import MAX_ANSWER_BYTES, WorkerError, read_answer, task_line
 from finetune_trainer.data.tokenize import Tokenizer
-from finetune_trainer.errors import TrainerError
 from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, start
 
 MAX_WORKERS = 8
-"""Largest number of workers. Each has some tens of MB of its own."""
+"""Largest number of workers. Each takes some tens of MB of memory beyond what they share."""
 AHEAD = 4
-"""Number of results per worker that may wait for an earlier one, on disk."""
+"""Number of results per worker that may wait on disk for an earlier result."""
 EXIT_SECONDS = 60.0
 """Time that a process may take to end after its connection has closed."""
 TAKING_SECONDS = 60.0
 """Time that an idle worker may take to read its next task."""
 PART_SECONDS = 1800.0
 SLOWEST_BYTES_PER_SECOND = 16 << 10
-"""Added to PART_SECONDS, the time of a part's bytes at this speed, a hundredth of an old machine's, bounds the work on it."""
+"""A part may take PART_SECONDS plus the time for its bytes at this speed, a hundredth of that of an old machine."""
 LAST_OUTPUT = 2000
 """Characters of a worker's output that an error shows."""
 
 
-class WorkerError(TrainerError):
-    """A process that prepares data ended before its work was done."""
-
-
 class WorkerKilledError(WorkerError):
-    """The process was ended by SIGKILL, which the kernel sends if memory runs out."""
+    """The process was killed by SIGKILL, which the kernel sends if memory runs out."""
 
     failure = FailureClass.HOST_OUT_OF_MEMORY
 
@@ -59,20 +50,20 @@ def in_this_process(tasks: Iterator[PartTask], tokenizer: Tokenizer | None) -> G
 
 
 class _Worker:
-    """A process at the other end of a socket, its current task and the deadline for it."""
+    """A worker process at the other end of a socket, its current task, and the deadline of this task."""
 
-    def __init__(self, connection: socket, note: RecordNote) -> None:
-        # ChildOutput makes the socket non-blocking for reading; this bounds the wait of writing.
+    def __init__(self, connection: socket) -> None:
+        # ChildOutput makes the socket non-blocking for reading; this limits how long writing may wait.
         connection.settimeout(TAKING_SECONDS)
-        self.note, self.output = note, ChildOutput(connection.fileno(), MAX_ANSWER_BYTES)
-        self._connection, self._file, self._deadline = connection, Path(), 0.0
+        self.connection, self.output = connection, ChildOutput(connection.fileno(), MAX_ANSWER_BYTES)
+        self._file, self._deadline = Path(), 0.0
 
     def give(self, task: PartTask) -> None:
-        """Send it a task. Raises WorkerError, ConnectionError."""
+        """Send a task to the worker. Raises WorkerError, ConnectionError."""
         self._file = task.part.path
         self._deadline = time.monotonic() + PART_SECONDS + task.part.num_bytes / SLOWEST_BYTES_PER_SECOND
         try:
-            self._connection.sendall(task_line(task))
+            self.connection.sendall(task_line(task))
         except TimeoutError as error:
             raise WorkerError(f"a process that prepares data took no task within {TAKING_SECONDS:.0f} s") from error
 
@@ -81,26 +72,21 @@ class _Worker:
         return max(0.0, self._deadline - time.monotonic())
 
     def result(self) -> PartResult | None:
-        """Result of the task, or None if it is not there yet. Raises the worker's error, WorkerError, or EOFError if the worker
-        has ended.
+        """Result of the task; None if it is not there yet. Raises the worker's error, WorkerError; EOFError if the worker
+        ended.
         """
         try:
             self.output.read()
-            line = self.output.take_line()
-            answer = None if line is None else read_answer(line, self._file)
-        except (TooMuchOutputError, ValueError) as error:
+        except TooMuchOutputError as error:
             raise WorkerError("a process that prepares data wrote something else than a result") from error
-        if isinstance(answer, WorkerFailure):
-            raise answer.error or WorkerError(f"a process that prepares data failed:\n{answer.trace}")
-        if answer is None and self.output.has_ended:
+        line = self.output.take_line()
+        if line is not None:
+            return read_answer(line, self._file)
+        if self.output.has_ended:
             raise EOFError
-        if answer is None and not self.seconds_left:
+        if not self.seconds_left:
             raise WorkerError(f"a process that prepares data came to no end with {self._file.name}")
-        return answer
-
-    def close(self) -> None:
-        self._connection.close()
-        os.close(self.note.descriptor)
+        return None
 
 
 def in_workers(
@@ -108,49 +94,27 @@ def in_workers(
 ) -> Generator[tuple[PartTask, PartResult]]:
     """Work on the tasks in `num_workers` processes; yields the results in order.
 
-    Tasks are taken as workers become free, at most AHEAD * num_workers ahead of the oldest unfinished one. Raises a worker's
-    error (OSError if it could not write), WorkerError if one died.
+    Tasks are taken as workers become free, but no more than AHEAD * num_workers ahead of the oldest unfinished task. Raises a
+    worker's error (OSError if it could not write), or WorkerError if a worker died.
     """
     with tempfile.TemporaryFile() as output:
         workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())
         with loader:  # its workers die with it
             try:
-                yield from _in_order(tasks, workers, lambda: _raise_for_exit(loader.wait(EXIT_SECONDS), output.fileno()))
+                yield from _in_order(tasks, workers)
+            except (EOFError, ConnectionError) as error:
+                raise _error_of_exit(loader.wait(EXIT_SECONDS), output.fileno()) from error
             finally:
                 for worker in workers:
-                    worker.close()
+                    worker.connection.close()
             loader.wait(EXIT_SECONDS)
 
 
-def _in_order(
-    tasks: Iterator[PartTask], workers: Sequence[_Worker], died: Callable[[], None]
-) -> Generator[tuple[PartTask, PartResult]]:
-    """died: called when a worker has ended; raises unless a template's time limit ended it."""
-    busy, given, done = dict[_Worker, int](), dict[int, PartTask](), dict[int, PartResult]()
-    try:
-        yield from _distribute(tasks, workers, busy, given, done)
-    except (EOFError, ConnectionError):
-        died()
-        # The worker that has been on its record longest is the culprit; the others died with it.
-        culprit = min(busy, key=lambda one: (one.note.read()[0] == 0, one.note.read()[1]))
-        number = busy[culprit]
-        done[number] = _endless(given[number], culprit.note.read()[0])
-        given[number] = replace(given[number], result=None)
-        yield from _without_template(given, done, tasks)
-
-
-def _distribute(
-    tasks: Iterator[PartTask],
-    workers: Sequence[_Worker],
-    busy: dict[_Worker, int],
-    given: dict[int, PartTask],
-    done: dict[int, PartResult],
-) -> Generator[tuple[PartTask, PartResult]]:
-    """Distribute tasks and yield their results.
-
-    busy: worker -> number of its task. given: tasks that were sent and not yielded. done: results that were not yielded.
-    """
-    idle = list(workers)
+def _in_order(tasks: Iterator[PartTask], workers: list[_Worker]) -> Generator[tuple[PartTask, PartResult]]:
+    """Distribute tasks and yield their results. Raises as `_Worker` does."""
+    idle, busy = list(workers), dict[_Worker, int]()
+    # Task number -> task that was sent but not yielded yet, and its result if it has arrived.
+    given, done = dict[int, PartTask](), dict[int, PartResult]()
     num_given = num_yielded = 0
     while True:
         while idle and num_given < num_yielded + AHEAD * len(workers):
@@ -176,59 +140,36 @@ def _distribute(
 
 
 def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, output: int) -> tuple[list[_Worker], Child]:
-    """Start the workers; returns them and the process that forks them, whose output goes to the descriptor `output`."""
-    notes = [new_note() for _ in range(num_workers)]
-    pairs = [socketpair() for _ in notes]
-    theirs = [(pair[1].fileno(), note.descriptor) for pair, note in zip(pairs, notes, strict=True)]
+    """Start the workers. Returns them and the process that forks them, whose output goes to the descriptor `output`."""
+    pairs = [socketpair() for _ in range(num_workers)]
+    descriptors = [their.fileno() for _, their in pairs]
     settings = {
         "parent": os.getpid(),
         "model_directory": str(model_directory),
         "allow_remote_code": allow_remote_code,
-        "descriptors": theirs,
+        "descriptors": descriptors,
     }
-    # One thread each: there are as many processes as CPUs, and no thread may exist when the first process forks.
+    # Each process has one thread: there are as many processes as CPUs, and no thread may exist when the first process forks.
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "finetune_trainer.data.worker", json.dumps(settings)]
-    pass_fds = [descriptor for both in theirs for descriptor in both]
-    loader = start(command, environment, stdout=output, stderr=output, pass_fds=pass_fds)
+    loader = start(command, environment, stdout=output, stderr=output, pass_fds=descriptors)
     for _, their in pairs:
         their.close()
-    return [_Worker(our, note) for (our, _), note in zip(pairs, notes, strict=True)], loader
+    return [_Worker(our) for our, _ in pairs], loader
 
 
-def _endless(task: PartTask, line: int) -> PartResult:
-    error = endless_template_error(f"takes more than {END_SECONDS:g} s of CPU time")
-    result = PartResult()
-    result.found_endless(RecordProblem(line, error.key, "", error.reason, error.fix, file=task.part.path))
-    return result
+def _error_of_exit(status: int | None, output: int) -> WorkerError:
+    """The error to raise if the processes end early. status: None if they have closed a connection but not ended.
 
-
-def _without_template(
-    given: Mapping[int, PartTask], done: Mapping[int, PartResult], tasks: Iterator[PartTask]
-) -> Generator[tuple[PartTask, PartResult]]:
-    """The remaining results when the processes have ended: the other tasks are only checked, in this process."""
-    for number, task in given.items():
-        if number in done:
-            yield task, done[number]
-        else:
-            yield from in_this_process(iter([replace(task, result=None)]), None)
-    yield from in_this_process((replace(task, result=None) for task in tasks), None)
-
-
-def _raise_for_exit(status: int | None, output: int) -> None:
-    """Raise WorkerError for the end of a process, unless a chat template's time limit ended it.
-
-    status: None if the process has closed its connection and not ended. output: file of its output.
+    output: descriptor of the file with their output.
     """
     if status is None:
-        raise WorkerError("a process that prepares data closed its connection and did not end")
-    if status in (-ENDED_BY, 128 + ENDED_BY):
-        return
+        return WorkerError("a process that prepares data closed its connection and did not end")
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        raise WorkerKilledError(
+        return WorkerKilledError(
             "a process that prepares data was killed (SIGKILL), most likely because memory ran out",
             "raise the memory of the profile's resources.preflight",
         )
     os.lseek(output, 0, os.SEEK_SET)
     last_output = os.read(output, 1 << 20).decode(errors="replace").strip()[-LAST_OUTPUT:]
-    raise WorkerError(f"a process that prepares data ended with status {status}: {last_output}")
+    return WorkerError(f"a process that prepares data exited with status {status}: {last_output}")

@@ -1,1 +1,1 @@
-"""The `fetch` role: models and data from the Hub and from object stores, copied to the workspace, verified file by file."""
+"""The `fetch` role, which copies models and data from the Hub and object stores to the workspace and verifies each file."""

@@ -1,4 +1,4 @@
-"""`s3://` sources, read with boto3: an object, or all objects below a prefix, each in the listed version."""
+"""Reads `s3://` sources with boto3: one object, or all objects below a prefix, each in the listed version."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from finetune_trainer.network.object_store import FAILURES, refusal, status_of
 from finetune_trainer.network.retry import TransientError
 
 RANGE_BYTES = 16 * 1024**2
-"""Bytes of one request. An object store is fast with many requests at once."""
+"""Bytes per request. Several requests at once make an object store fast."""
 RANGES_AT_ONCE = 4
-"""Requests in flight for one file; with eight files at a time they hold at most half a gibibyte."""
+"""Number of requests in flight for one file. With eight files at once, they hold half a gibibyte."""
 
 
 class BucketPrefix:
     """One object, or the objects below a prefix."""
 
     def __init__(self, store: Any, place: BucketPath, field: str, refused: type[TrainerError], *, signed: bool) -> None:
-        """store: boto3's client. field: where the manifest names the source. refused: error to raise if the source does not exist
-        or access is denied. signed: whether there are credentials.
+        """store: boto3's client. field: the manifest's field that names the source. refused: error to raise if the source does
+        not exist or access is denied. signed: whether there are credentials.
         """
         self._store, self._place, self._refused, self._signed = store, place, refused, signed
         self._shown = f"{field}: s3://{place.bucket}/{place.prefix}"
 
     def files(self) -> list[RemoteFile]:
-        """The object of that name, or else everything below it. Raises TransientError, TrainerError."""
+        """The object with the place's name, or else all objects below that prefix. Raises TransientError, TrainerError."""
         try:
             single = self._single()
             if single is not None:
@@ -50,9 +50,8 @@ class BucketPrefix:
         except FAILURES as error:
             raise self._failure(error) from None
         if not files:
-            raise self._refused(
-                f"{self._shown}: there is no such object and nothing below it", "correct the bucket or the prefix"
-            )
+            message = f"{self._shown}: there is no such object and nothing below it"
+            raise self._refused(message, "correct the bucket or the prefix")
         return files
 
     def _single(self) -> RemoteFile | None:
@@ -63,7 +62,7 @@ class BucketPrefix:
             answer = self._store.head_object(Bucket=self._place.bucket, Key=key)
         except ClientError as error:
             if status_of(error) in DENIED | ABSENT:
-                # The listing reports both errors: a denied read, and a name that is only a prefix.
+                # The read may be denied, or the name may be only a prefix. The listing that follows reports an error.
                 return None
             raise
         return self._remote_file(key, answer["ContentLength"], answer.get("ETag"), key.rpartition("/")[2])
@@ -71,12 +70,12 @@ class BucketPrefix:
     def _remote_file(self, key: str, size: int, tag: str | None, path: str) -> RemoteFile:
         if not tag:
             raise SourceUnavailableError(
-                f"{self._shown}: {key} has no ETag, so that a change of it could not be seen", "use another object store"
+                f"{self._shown}: {key} has no ETag, so a change of it could not be seen", "use another object store"
             )
         return RemoteFile(path=path, size=size, version=tag, address=key)
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
-        """The bytes from `offset` on, some ranges ahead. Raises TransientError, TrainerError."""
+        """Yield the bytes from `offset` on, while the next ranges are requested. Raises TransientError, TrainerError."""
         ahead: deque[Future[bytes]] = deque()
         executor = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="range")
         try:
@@ -101,29 +100,20 @@ class BucketPrefix:
         return content
 
     def _failure(self, error: Exception) -> Exception:
-        """Return the error to raise instead. Raises TransientError if trying again may help."""
+        """Return the error to raise in place of boto3's. Raises TransientError if trying again may help."""
         refused = refusal(error)
         said = f" ({refused})"
         if refused.status in DENIED or refused.lacks_credentials:
-            return self._denied(said)
+            hint = "the keys of spec.fetch.s3SecretRef (on your own machine: those of your AWS tools) may not list and read it"
+            if not self._signed:
+                keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+                hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: log in as for AWS tools)"
+            return self._refused(f"{self._shown}: access is refused{said}", hint)
         if refused.status in ABSENT:
-            return self._not_found(said)
+            message = f"{self._shown}: there is no such bucket or object{said}"
+            return self._refused(message, "correct the bucket or the key")
         if refused.status == HTTPStatus.PRECONDITION_FAILED:
-            return SourceUnavailableError(
-                f"{self._shown}: an object changed while it was copied", "let nothing write below the prefix during a run"
-            )
-        return SourceUnavailableError(
-            f"{self._shown}: the object store refuses the request{said}",
-            "check s3Endpoint and s3Region of the profile's spec.fetch",
-        )
-
-    def _not_found(self, said: str) -> Exception:
-        return self._refused(f"{self._shown}: there is no such bucket or object{said}", "correct the bucket or the key")
-
-    def _denied(self, said: str) -> Exception:
-        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-        if self._signed:
-            hint = "the keys of spec.fetch.s3SecretRef (on your own machine: those of your tools of AWS) may not list and read it"
-        else:
-            hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: log in as for the tools of AWS)"
-        return self._refused(f"{self._shown}: access is refused{said}", hint)
+            message = f"{self._shown}: an object changed while it was copied"
+            return SourceUnavailableError(message, "let nothing write below the prefix during a run")
+        message = f"{self._shown}: the object store refuses the request{said}"
+        return SourceUnavailableError(message, "check s3Endpoint and s3Region of the profile's spec.fetch")

@@ -1,4 +1,4 @@
-"""`hf://` sources, read with huggingface_hub: one commit of a repository, whose listing has the digest of every file.
+"""Reads `hf://` sources with huggingface_hub: one commit of a repository, whose listing has the digest of every file.
 
 Importing this module imports huggingface_hub, which then reads its settings from the environment (network/environment.py).
 """
@@ -26,22 +26,13 @@ class HubRepository:
     """One repository at one commit."""
 
     def __init__(
-        self,
-        place: HubPath,
-        revision: str,
-        *,
-        token: str | None,
-        endpoint: str | None,
-        field: str,
-        refusal: type[TrainerError],
+        self, place: HubPath, revision: str, *, token: str | None, endpoint: str | None, field: str, refusal: type[TrainerError]
     ) -> None:
-        """field: where the manifest names the source. refusal: error to raise if the source does not exist or access is
-        denied.
-        """
+        """field: the manifest's field for the source. refusal: error to raise if it does not exist or access is denied."""
         self._place, self._revision, self._token, self._refusal = place, revision, token, refusal
         self._kind = "dataset" if place.is_dataset else "model"
         self._shown = f"{field}: {self._kind} {place.repository} at {revision}"
-        # False: no token at all, rather than one from a login in the home directory.
+        # False means no token at all; None would mean that of a login in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
 
@@ -56,10 +47,8 @@ class HubRepository:
         repository, path = self._place.repository, self._place.path
         commit = self._api.repo_info(repository, revision=self._revision, repo_type=self._kind).sha
         if commit != self._revision:
-            raise SourceUnavailableError(
-                f"{self._shown}: the Hub answers with commit {commit}",
-                "check the endpoint of the profile's spec.fetch.hubEndpoint",
-            )
+            message = f"{self._shown}: the Hub answers with commit {commit}"
+            raise SourceUnavailableError(message, "check the endpoint of the profile's spec.fetch.hubEndpoint")
         if path:
             named = self._api.get_paths_info(repository, [path], revision=self._revision, repo_type=self._kind)
             if not named:
@@ -70,11 +59,10 @@ class HubRepository:
         return [entry for entry in tree if isinstance(entry, RepoFile)]
 
     def _remote_file(self, entry: RepoFile) -> RemoteFile:
-        folder = f"{self._place.path}/"
-        if entry.path == self._place.path:
-            path = entry.path.rpartition("/")[2]
-        else:
-            path = entry.path.removeprefix(folder) if self._place.path else entry.path
+        path = entry.path
+        if self._place.path:
+            is_named = path == self._place.path
+            path = path.rpartition("/")[2] if is_named else path.removeprefix(f"{self._place.path}/")
         if entry.lfs is not None:
             digest = Digest(DigestKind.SHA256, entry.lfs.sha256)
         else:
@@ -82,7 +70,7 @@ class HubRepository:
         return RemoteFile(path=path, size=entry.size, version=digest.hexadecimal, address=entry.path, digest=digest)
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
-        """The bytes of a file from `offset` on. Raises TransientError, TrainerError."""
+        """Yield the bytes of a file from `offset` on. Raises TransientError, TrainerError."""
         url = hf_hub_url(
             self._place.repository, file.address, repo_type=self._kind, revision=self._revision, endpoint=self._api.endpoint
         )
@@ -93,7 +81,7 @@ class HubRepository:
             with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
                 if response.status_code >= httpx2.codes.BAD_REQUEST:
                     raise self._failure(response)
-                # A server may send the whole file although only a part was requested.
+                # A server may send the whole file although only its end was requested; then its beginning is skipped.
                 skip = offset if response.status_code == httpx2.codes.OK else 0
                 for chunk in response.iter_bytes():
                     if skip < len(chunk):
@@ -117,17 +105,15 @@ class HubRepository:
         return SourceUnavailableError(f"{self._shown}: HTTP status {status}", "try again later")
 
     def _access_hint(self) -> str:
-        if self._refusal is DataError and not self._place.is_dataset:
-            return f"write hf://{HUB_DATASETS}{self._place.repository} where it is a data set; otherwise {self._token_hint()}"
-        return self._token_hint()
-
-    def _token_hint(self) -> str:
-        if self._token is None:
-            return (
-                "name a Secret with an access token in spec.fetch.hubTokenSecretRef (on your own machine: set HF_TOKEN), "
-                "and accept the terms of a gated repository"
-            )
-        return (
+        hint = (
             "the token of spec.fetch.hubTokenSecretRef (on your own machine: HF_TOKEN) may not read it: "
             "check its rights, its expiry, and that the terms of a gated repository are accepted"
         )
+        if self._token is None:
+            hint = (
+                "name a Secret with an access token in spec.fetch.hubTokenSecretRef (on your own machine: set HF_TOKEN), "
+                "and accept the terms of a gated repository"
+            )
+        if self._refusal is DataError and not self._place.is_dataset:
+            return f"write hf://{HUB_DATASETS}{self._place.repository} where it is a data set; otherwise {hint}"
+        return hint

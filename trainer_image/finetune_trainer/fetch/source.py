@@ -1,4 +1,4 @@
-"""A source outside the cluster: its listing, the files that are taken from it, and its failures."""
+"""Defines a source outside the cluster: its listing, the files that are fetched from it, and its failures."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from pathlib import PurePosixPath
 from typing import Protocol
 
 from finetune_job.failures import FailureClass
+from finetune_trainer.companion_files import SETTINGS_SUFFIXES
 from finetune_trainer.data.read import KNOWN_EXTENSIONS
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, OTHER_LAYOUT, TEMPLATES
 from finetune_trainer.network.retry import TransientError
 
-MODEL_SUFFIXES = frozenset({".safetensors", ".json", ".txt", ".model", ".tiktoken", ".jinja", ".md"})
-"""Suffixes of weights, settings, tokenizers, chat templates and the model card. Formats that can contain code are never taken."""
+MODEL_SUFFIXES = SETTINGS_SUFFIXES | {".safetensors", ".md"}
+"""Suffixes of weights, settings, tokenizers, chat templates and the model card, but not of formats that can contain code."""
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
 
 class DigestKind(StrEnum):
-    """How a source identifies the content of a file."""
+    """The way in which a source identifies the content of a file."""
 
     SHA256 = "sha256"
     GIT_BLOB = "git-blob"
@@ -31,7 +32,7 @@ class DigestKind(StrEnum):
 
 @dataclass(frozen=True)
 class Digest:
-    """A file's content as the source identifies it."""
+    """The digest by which the source identifies a file's content."""
 
     kind: DigestKind
     hexadecimal: str
@@ -39,34 +40,34 @@ class Digest:
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file of a source, as it was listed."""
+    """One file in the listing of a source."""
 
     path: str
-    """Path below the target: relative, with forward slashes."""
+    """Path relative to the target, with forward slashes."""
     size: int
     """Size in bytes."""
     version: str
-    """Version, which changes with the content: the git object or the ETag."""
+    """Git object or ETag, which changes with the content."""
     address: str
     """Path in the repository, or key in the bucket."""
     digest: Digest | None = None
-    """None if the source has no digest."""
+    """Digest of the content; None if the source has none."""
 
 
 class RemoteSource(Protocol):
-    """A source. Both methods raise TransientError for failures that may pass; other errors are TrainerErrors and final."""
+    """A source. Both methods raise TransientError for failures that may pass, and TrainerError for final ones."""
 
     def files(self) -> list[RemoteFile]:
         """The files of the source, in any order."""
         ...
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
-        """The bytes of a file from `offset` on, in order; closing the iterator ends the transfer."""
+        """Yield the bytes of a file from `offset` on, in order. Closing the iterator ends the transfer."""
         ...
 
 
 def path_problem(path: str) -> str | None:
-    """Why a path of a listing is not a path below the target; None if it is one."""
+    """The reason why a listed path is not a valid path below the target; None if it is."""
     if not path or path.startswith("/"):
         return "is not relative"
     if _CONTROL.search(path):
@@ -80,7 +81,7 @@ def path_problem(path: str) -> str | None:
 
 
 def listing_problem(files: Sequence[RemoteFile]) -> str | None:
-    """Why these files cannot share one directory; None if they can."""
+    """The reason why these files cannot be stored in one directory; None if they can."""
     paths: set[str] = set()
     for file in files:
         problem = path_problem(file.path)
@@ -97,20 +98,21 @@ def listing_problem(files: Sequence[RemoteFile]) -> str | None:
 
 
 def model_files(files: Sequence[RemoteFile], *, allow_remote_code: bool) -> list[RemoteFile]:
-    """Files that a model needs. Directories are left out except for chat templates and, if allowed, code."""
+    """The files that a model needs. Files in subdirectories are left out, except chat templates and, if allowed, code."""
     taken = [file for file in files if _belongs_to_model(PurePosixPath(file.path), allow_remote_code)]
-    if any(_is_weight(file) and not _has_other_layout(file) for file in taken):
-        taken = [file for file in taken if not (_is_weight(file) and _has_other_layout(file))]
-    return taken
+    # Weights in their author's own layout are fetched only if there are no others.
+    doubled = {file.path for file in taken if _is_weight(file) and file.path.startswith(OTHER_LAYOUT)}
+    has_others = any(_is_weight(file) and file.path not in doubled for file in taken)
+    return [file for file in taken if file.path not in doubled] if has_others else taken
 
 
 def has_weights(files: Sequence[RemoteFile]) -> bool:
     """Whether there are weights among the files."""
-    return any(_is_weight(file) for file in files)
+    return any(map(_is_weight, files))
 
 
 def data_files(files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """The files that are read as records."""
+    """The files that can be read as records."""
     return [file for file in files if file.path.lower().endswith(KNOWN_EXTENSIONS) and not _is_hidden(file.path)]
 
 
@@ -132,10 +134,6 @@ def _is_weight(file: RemoteFile) -> bool:
     return file.path.endswith(".safetensors")
 
 
-def _has_other_layout(file: RemoteFile) -> bool:
-    return file.path.startswith(OTHER_LAYOUT)
-
-
 class SourceUnavailableError(TrainerError):
     """The source did not answer, or answered with something unexpected."""
 
@@ -143,17 +141,17 @@ class SourceUnavailableError(TrainerError):
 
 
 class NoRoomError(TrainerError):
-    """The claim has less room than the sources need."""
+    """The claim has less free space than the sources need."""
 
     failure = FailureClass.DISK_FULL
 
 
 class WrongBytesError(TransientError):
-    """A complete file arrived, but it differs from the source's listing."""
+    """A complete file arrived, but its digest differs from the source's listing."""
 
 
 def source_unavailable(message: str) -> SourceUnavailableError:
-    """The error that ends a fetch whose requests fail again and again."""
+    """The error that ends a fetch after too many failed requests."""
     return SourceUnavailableError(
         message,
         "what is complete is kept, and another attempt continues from there; check the way out of the cluster and the "

@@ -1,9 +1,11 @@
-"""The directory in which a source is collected, and the manifest that proves the copy later.
+"""Manages the directory in which a source's files are collected, and the manifest that later proves the copy.
 
-<target>.tmp-fetch/files/<path> complete files partial/<key> beginnings of files; the key holds path and version complete.jsonl a
-line for each complete file <target>.fetched.json what was fetched, written last, next to the target
+    <target>.tmp-fetch/files/<path>     complete files
+    <target>.tmp-fetch/partial/<key>    partial files; the key is a digest of path and version
+    <target>.tmp-fetch/complete.jsonl   a line for each complete file
+    <target>.fetched.json               the manifest, written last
 
-It survives a killed attempt, so that the next one continues there.
+The directory survives a killed attempt, so the next attempt continues there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import shutil
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -48,7 +51,7 @@ class FetchManifest(BaseModel):
 
 
 def manifest_path(target: Path) -> Path:
-    """Path of a target's manifest. It is beside the target, which holds only the source's files."""
+    """Path of a target's manifest. It is next to the target, which holds only the source's files."""
     return target.with_name(f"{target.name}.fetched.json")
 
 
@@ -66,7 +69,7 @@ def read_manifest(target: Path) -> FetchManifest | None:
 
 
 def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
-    """The manifest if the target holds exactly, byte for byte, what was fetched for this item; otherwise None."""
+    """The manifest, if the target holds exactly the bytes that were fetched for this item; otherwise None."""
     manifest = read_manifest(target)
     if manifest is None or (manifest.source, manifest.revision) != (item.source, item.revision):
         return None
@@ -81,7 +84,7 @@ def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
 
 
 class FetchStaging:
-    """Directory of one source's files until all are complete."""
+    """The directory of one source's files until all are complete."""
 
     def __init__(self, target: Path) -> None:
         self.root = target.with_name(f"{target.name}{TEMPORARY_MARK}fetch")
@@ -90,52 +93,43 @@ class FetchStaging:
         self._known: dict[str, FetchedFile] = {}
 
     def open(self, listed: Sequence[RemoteFile]) -> None:
-        """Create the directories, read what an earlier attempt completed, and remove what does not belong to the listed files."""
+        """Create the directories, read what earlier attempts completed, and remove what belongs to no listed file."""
         if self.root.is_symlink():
             self.root.unlink()
         for directory in (self.files, self._partial):
             directory.mkdir(parents=True, exist_ok=True)
-        self._known = self._read_journal()
-        self._drop_all_but({self.files / file.path for file in listed} | {self.partial(file) for file in listed})
-
-    def _read_journal(self) -> dict[str, FetchedFile]:
-        known: dict[str, FetchedFile] = {}
-        if self._journal.exists():
-            for line in read_own(self._journal).splitlines():
-                try:
-                    file = FetchedFile.model_validate_json(line)
-                except ValidationError:  # the last line of a killed attempt
-                    continue
-                known[file.path] = file
-        return known
-
-    def _drop_all_but(self, wanted: set[Path]) -> None:
-        """Remove everything else, also links, through which a write could leave the directory."""
+        self._known = {}
+        for line in read_own(self._journal).splitlines() if self._journal.exists() else []:
+            with suppress(ValidationError):  # the last line of a killed attempt may be cut off
+                file = FetchedFile.model_validate_json(line)
+                self._known[file.path] = file
+        wanted = {self._journal, *(self.files / file.path for file in listed), *map(self.partial, listed)}
+        # Links are also removed, because a write could follow them out of the directory.
         for parent, directories, names in os.walk(self.root, topdown=False):
             for name in (*directories, *names):
                 path = Path(parent, name)
-                if path.is_symlink() or (not path.is_dir() and path not in wanted and path != self._journal):
+                if path.is_symlink() or (not path.is_dir() and path not in wanted):
                     path.unlink()
                 elif path.is_dir() and path not in (self.files, self._partial) and not any(path.iterdir()):
                     path.rmdir()
 
     def held_bytes(self) -> int:
-        """Bytes of complete files and beginnings."""
+        """Number of bytes of complete and partial files."""
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
     def complete(self, file: RemoteFile) -> FetchedFile | None:
-        """The file as an earlier attempt completed it, if it is unchanged; otherwise None."""
+        """The file that an earlier attempt completed, if it is unchanged here and at the source; otherwise None."""
         known, path = self._known.get(file.path), self.files / file.path
         if known is None or (known.version, known.size) != (file.version, file.size) or not path.is_file():
             return None
         return known if path.stat().st_size == known.size and file_sha256(path) == known.sha256 else None
 
     def partial(self, file: RemoteFile) -> Path:
-        """Path of the beginning of this version of the file."""
+        """Path of the partial file for this version of the file."""
         return self._partial / hashlib.sha256(f"{file.path}\0{file.version}".encode()).hexdigest()
 
     def keep(self, file: RemoteFile, sha256: str) -> FetchedFile:
-        """Move a partial file that is complete and durable to the complete ones."""
+        """Move a partial file, once it is complete and durable, to the complete files."""
         final = self.files / file.path
         final.parent.mkdir(parents=True, exist_ok=True)
         self.partial(file).replace(final)
@@ -148,7 +142,7 @@ class FetchStaging:
         return fetched
 
     def publish(self, target: Path) -> None:
-        """Rename the complete files to the target, which must not exist."""
+        """Rename the directory of complete files to the target, which must not exist."""
         for parent, _, _ in os.walk(self.files, topdown=False):
             sync_directory(Path(parent))
         self.files.rename(target)

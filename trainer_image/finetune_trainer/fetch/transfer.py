@@ -1,4 +1,4 @@
-"""Transfer of one file from a source to the staging directory, with resuming, retries and verification."""
+"""Transfers one file from a source to the staging directory, with resuming, retries and verification."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from finetune_trainer.fetch.staging import FetchedFile, FetchStaging
 from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError
 
 SYNC_BYTES = 64 * 1024**2
-"""Bytes between two fsyncs, which a power cut can cost of a file that was being written."""
+"""Number of bytes between two fsyncs. A power cut can lose this much of a file that is being written."""
 PROGRESS_BYTES = 1024**2
-"""A request that brings fewer bytes than this before it fails does not count as progress."""
+"""Number of bytes that a failed request must have brought to count as progress."""
 WRONG_BYTES_LIMIT = 3
-"""Number of times that a file may arrive complete and wrong."""
+"""Number of times that a complete file arrives with wrong bytes before the fetch ends."""
 _READ_BYTES = 1024**2
 
 
 def resume_point(length: int, sync_bytes: int) -> int:
-    """Number of bytes of a beginning of this length that are certainly on the disk.
+    """Number of bytes of a partial file of this length that are certainly on the disk.
 
-    Bytes beyond a multiple of `sync_bytes` are written only once everything before it is durable, so the latest multiple before
-    the end is durable. (At the end itself the fsync may not have happened.)
+    Bytes after a multiple of `sync_bytes` are written only once everything before that multiple is durable. So everything up to
+    the last multiple before the end is durable. (If the end is a multiple itself, its fsync may not have happened.)
     """
     return max(length - 1, 0) // sync_bytes * sync_bytes
 
 
 class _PartialFile:
-    """A growing partial file, and the digests of its bytes."""
+    """A partial file that is being written, and the digests of its bytes."""
 
     def __init__(self, path: Path, file: RemoteFile, sync_bytes: int) -> None:
         self._remote, self._sync_bytes = file, sync_bytes
@@ -77,7 +77,7 @@ class _PartialFile:
         self._file.truncate()
 
     def write(self, chunk: bytes | memoryview) -> None:
-        """Append bytes. Raises TransientError if the file would exceed the listed size; it then starts again."""
+        """Append bytes. If the file would exceed the listed size, this drops all bytes and raises TransientError."""
         if self.offset + len(chunk) > self._remote.size:
             self.restart()
             raise TransientError(f"more than the listed {self._remote.size} bytes came")
@@ -100,27 +100,26 @@ class _PartialFile:
         self._file.truncate()
 
     def seal(self) -> str:
-        """Make the bytes durable; returns their SHA-256. Drops them and raises WrongBytesError if the source lists others."""
+        """Make the bytes durable and return their SHA-256. If it is not the listed one, drop them and raise WrongBytesError."""
         self._sync()
         announced, sha256 = self._remote.digest, self._sha256.hexdigest()
         digest = self._git.hexdigest() if self._needs_git else sha256
         if announced is not None and announced.hexadecimal != digest:
             self.restart()
-            raise WrongBytesError(
-                f"{announced.kind} of the bytes that came is {digest}, the source lists {announced.hexadecimal}"
-            )
+            message = f"{announced.kind} of the received bytes is {digest}, the source lists {announced.hexadecimal}"
+            raise WrongBytesError(message)
         return sha256
 
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Options of a transfer."""
+    """The options of a transfer."""
 
     patience: RetryPolicy
     stop: threading.Event
-    """Set once another file has failed."""
+    """Event that is set when the transfer of another file has failed."""
     received: Callable[[int], None]
-    """Called with the number of bytes of each piece that arrived."""
+    """Function called with the number of bytes of each piece that arrived."""
     sync_bytes: int = SYNC_BYTES
 
 

@@ -1,13 +1,13 @@
-"""Whether the parts that a run left belong together: plan, records, data, base model, checkpoints, results. Without torch.
+"""Checks that what a run left belongs together: plan, records, data, base model, checkpoints, results. Does not import torch.
 
-Only digests are compared: they show what was changed or exchanged later, but not a change together with all digests that depend
-on it. That shows when steps are computed again, as `finetune audit` does with the parts found here.
+Only digests are compared. They show what was changed or replaced later, unless all digests that depend on it were also changed.
+Such a change shows when steps are computed again, as `finetune audit` does with the parts found here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,7 +17,7 @@ from finetune_job.catalogue.book import audit_finding
 from finetune_job.finding import Finding
 from finetune_trainer.added_tokens import read_added_tokens
 from finetune_trainer.checkpoint.compare import results_difference
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, read_manifest, verify_file
+from finetune_trainer.checkpoint.manifest import Origin, read_manifest, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.context import RunContext
 from finetune_trainer.data import shards
@@ -31,7 +31,7 @@ from finetune_trainer.weights.errors import MergeError
 
 @dataclass(frozen=True)
 class KeptCheckpoint:
-    """A checkpoint of the run of which every byte is as it was written."""
+    """A checkpoint of the run, all of whose bytes are as they were written."""
 
     step: int
     world_size: int
@@ -40,15 +40,15 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts that can be computed again and compared, and the findings."""
+    """The parts of a run that can be computed again and compared, and the findings."""
 
     findings: tuple[Finding, ...]
     checkpoints: tuple[KeptCheckpoint, ...]
     """Checkpoints in the order of their steps."""
     exported_step: int | None
-    """Step of the trained result on the workspace; None: there is none."""
+    """Step of the trained result on the workspace or at the output; None if there is no result."""
     devices: tuple[str, ...]
-    """Devices of attempts, as far as recorded."""
+    """The devices of the attempts that recorded one."""
 
     def document(self) -> dict[str, Any]:
         """The parts as JSON."""
@@ -61,19 +61,16 @@ def inspect_run(context: RunContext) -> RunParts:
     data_hash, of_data = _data(context, report)
     checkpoints, of_checkpoints = _checkpoints(context, data_hash)
     exported, of_result = _result(context)
-    findings += [*of_data, *_base(context, report), *_source(context), *of_checkpoints, *of_result]
+    findings += [*of_data, *_base(context, report), *of_checkpoints, *of_result]
     findings += _provenance(context, data_hash)
-    lines = read_lines(_text(context.workspace.accounts))
+    accounts = context.workspace.accounts
+    lines = read_lines(read_own(accounts).decode(errors="replace") if accounts.is_file() else "")
     devices = dict.fromkeys(line["device"] for line in lines if isinstance(line.get("device"), str))
     return RunParts(tuple(findings), tuple(checkpoints), exported, tuple(devices))
 
 
-def _text(path: Path) -> str:
-    return read_own(path).decode(errors="replace") if path.is_file() else ""
-
-
 def not_proven(field: str, value: str, message: str, fix: str) -> Finding:
-    """A finding about something that cannot be checked, which speaks neither for nor against the run."""
+    """A finding that something cannot be checked. It is not evidence for or against the run."""
     return audit_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
 
 
@@ -84,7 +81,7 @@ def _report(context: RunContext) -> tuple[ModelReport | None, list[Finding]]:
     except (ValueError, PlanMismatchError):
         return None, [_plan_differs(path, "", "is not a report of preflight")]
     if report is not None and report.plan_sha256 != context.plan_sha256:
-        return report, [_plan_differs(path, report.plan_sha256, f"is of another plan than {context.plan_sha256}")]
+        return report, [_plan_differs(path, report.plan_sha256, f"belongs to a plan other than {context.plan_sha256}")]
     return report, []
 
 
@@ -93,15 +90,26 @@ def _plan_differs(path: Path, value: str, message: str) -> Finding:
 
 
 def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, list[Finding]]:
-    """The hash of the prepared data, or None if it is not what was prepared."""
+    """The hash of the prepared data (None if the data is not what was prepared), and findings about it and its source files."""
     prepared = context.workspace.prepared
     try:
         manifest = shards.read_manifest(prepared)
         shards.verify_files(prepared, manifest)
     except shards.PreparedDataError as error:
         return None, [_data_differs("prepared", "", str(error))]
-    data_hash = str(manifest["data_hash"])
-    findings = list(_records(context, manifest))
+    data_hash, plan = str(manifest["data_hash"]), context.plan.data
+    findings = []
+    planned = [*plan.train, *([plan.validation] if plan.validation is not None else [])]
+    for source, known in zip(planned, manifest.get("inputs", {}).get("sources", []), strict=False):
+        place = context.path(source.location)
+        for name, sha256 in known["files"]:
+            # For a single file, the manifest of the data has only its suffix, so the path is that of the source.
+            path = place / name if place.is_dir() else place
+            if not path.is_file():
+                message = f"{path} is gone, so its records are not compared"
+                findings.append(not_proven(source.field, source.source, message, "Restore it"))
+            elif file_sha256(path) != sha256:
+                findings.append(_data_differs(source.field, source.source, f"{path} no longer holds the prepared records"))
     if report is not None and report.data_hash != data_hash:
         findings.append(_data_differs("prepared", data_hash, f"preflight prepared {report.data_hash}"))
     return data_hash, findings
@@ -111,44 +119,19 @@ def _data_differs(field: str, value: str, message: str) -> Finding:
     return audit_finding("audit-data-differs", field=field, value=value, message=message)
 
 
-def _records(context: RunContext, manifest: dict[str, Any]) -> Iterator[Finding]:
-    """Compare the source files with the digests that preparation recorded."""
-    plan = context.plan.data
-    planned = [*plan.train, *([plan.validation] if plan.validation is not None else [])]
-    for source, known in zip(planned, manifest.get("inputs", {}).get("sources", []), strict=False):
-        place = context.path(source.location)
-        for name, sha256 in known["files"]:
-            # Of a single file, preparation keeps only the suffix.
-            path = place / name if place.is_dir() else place
-            if not path.is_file():
-                yield not_proven(source.field, source.source, f"{path} is gone, so its records are not compared", "Restore it")
-            elif file_sha256(path) != sha256:
-                yield _data_differs(source.field, source.source, f"{path} holds other records than were prepared")
-
-
 def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
+    """Check the base's files, and whether preflight's base with added tokens was made from the base that the job names."""
+    field, value = "spec.model.source", context.plan.model.name
     known = {} if report is None else report.model_files
     if not known:
-        yield not_proven(
-            "spec.model.source",
-            context.plan.model.name,
-            "preflight kept no digests of the base model's weights, as of a job without a merge",
-            "Nothing needs to change: steps that are computed again show a base that was changed",
-        )
+        message = "preflight kept no digests of the base model's weights, as of a job without a merge"
+        fix = "Nothing needs to change: steps that are computed again show a base that was changed"
+        yield not_proven(field, value, message, fix)
     for name, sha256 in known.items():
         path = context.base_model / name
         if not path.is_file() or file_sha256(path) != sha256:
-            yield audit_finding(
-                "audit-base-differs",
-                field="spec.model.source",
-                value=context.plan.model.name,
-                message=f"{path} {'is not what preflight saw' if path.is_file() else 'is missing'}",
-            )
-
-
-def _source(context: RunContext) -> Iterator[Finding]:
-    """Check whether preflight's base with added tokens was made of the base that the job names."""
-    field, value = "spec.model.source", context.plan.model.name
+            message = f"{path} {'is not what preflight saw' if path.is_file() else 'is missing'}"
+            yield audit_finding("audit-base-differs", field=field, value=value, message=message)
     added = read_added_tokens(context.workspace.added_tokens) if context.plan.model.added_tokens else None
     if added is None or not context.base_model.is_dir():
         return
@@ -163,31 +146,24 @@ def _checkpoints(context: RunContext, data_hash: str | None) -> tuple[list[KeptC
     kept: list[KeptCheckpoint] = []
     findings = []
     if data_hash is None:
-        # The data hash that they should name is unknown.
+        # The data hash that checkpoints should name is unknown, so none can be checked.
         return [], []
+    first_values, lora = context.workspace.first_values, context.plan.method.lora
+    starts_from_base = lora is not None and lora.starts_from_base and first_values.is_file()
+    origin = None
     for directory in reversed(checkpoint_directories(context.workspace.checkpoints)):
         try:
-            manifest = _own_manifest(directory, context, data_hash)
+            if origin is None:
+                digest = file_sha256(first_values) if starts_from_base else None
+                origin = Origin(learning_sha256=context.learning_sha256, data_hash=data_hash, first_values=digest)
+            manifest = read_manifest(directory, origin)
+            for entry in manifest.files:
+                verify_file(directory, entry)
         except (CheckpointError, OSError) as error:
             findings.append(audit_finding("audit-checkpoint-foreign", field=directory.name, message=str(error)))
         else:
             kept.append(KeptCheckpoint(manifest.step, manifest.world_size, manifest.best_step))
     return kept, findings
-
-
-def _own_manifest(directory: Path, context: RunContext, data_hash: str) -> Manifest:
-    first_values = context.workspace.first_values
-    lora = context.plan.method.lora
-    starts_from_base = lora is not None and lora.starts_from_base and first_values.is_file()
-    origin = Origin(
-        learning_sha256=context.learning_sha256,
-        data_hash=data_hash,
-        first_values=file_sha256(first_values) if starts_from_base else None,
-    )
-    manifest = read_manifest(directory, origin)
-    for entry in manifest.files:
-        verify_file(directory, entry)
-    return manifest
 
 
 def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
@@ -200,9 +176,8 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
         step, files = int(manifest["step"]), manifest["files"]
         changed = [name for name, entry in files.items() if sha256_beneath(trained, name) != entry["sha256"]]
         if manifest["plan_sha256"] != context.plan_sha256:
-            return step, [
-                _plan_differs(trained, manifest["plan_sha256"], f"was trained by another plan than {context.plan_sha256}")
-            ]
+            message = f"was trained by a plan other than {context.plan_sha256}"
+            return step, [_plan_differs(trained, manifest["plan_sha256"], message)]
         if changed:
             return step, [result_differs(trained / changed[0], "is not what was exported")]
         if published.is_dir():
@@ -215,7 +190,7 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
 
 
 def result_differs(path: Path, message: str) -> Finding:
-    """The finding that the run's result is another one."""
+    """The finding that the run's result differs."""
     return audit_finding("audit-result-differs", field=path.name, message=f"{path} {message}")
 
 
@@ -230,24 +205,16 @@ def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield _plan_differs(path, "", f"is not the provenance of a result ({error})")
         return
-    yield from _versions(path, predicate["runDetails"].get("builder", {}).get("version", {}))
-    if inner.get("planSha256") != context.plan_sha256:
-        yield _plan_differs(path, str(inner.get("planSha256")), f"names another plan than {context.plan_sha256}")
-    if data_hash is not None and prepared != data_hash:
-        yield _data_differs(path.name, str(prepared), f"{path} names other data than is prepared, {data_hash}")
-
-
-def _versions(path: Path, recorded: Mapping[str, str]) -> Iterator[Finding]:
-    """Report libraries of other versions, which may round differently."""
-    for package, known in recorded.items():
+    for package, known in predicate["runDetails"].get("builder", {}).get("version", {}).items():
         try:
             here = version(package)
-        except PackageNotFoundError:  # run from a checkout
+        except PackageNotFoundError:  # the package runs from a checkout
             continue
-        if here != known:
-            yield not_proven(
-                path.name,
-                f"{package} {known}",
-                f"The result was made with {package} {known}, here is {here}: bytes may differ for that reason alone",
-                f"Install {package}=={known} to compare under the same conditions",
-            )
+        if here != known:  # it may round differently
+            message = f"The result was made with {package} {known}, but here is {here}: bytes may differ for that reason alone"
+            fix = f"Install {package}=={known} to compare under the same conditions"
+            yield not_proven(path.name, f"{package} {known}", message, fix)
+    if inner.get("planSha256") != context.plan_sha256:
+        yield _plan_differs(path, str(inner.get("planSha256")), f"names a plan other than {context.plan_sha256}")
+    if data_hash is not None and prepared != data_hash:
+        yield _data_differs(path.name, str(prepared), f"{path} names data other than the prepared data, {data_hash}")

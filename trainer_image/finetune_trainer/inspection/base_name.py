@@ -1,4 +1,4 @@
-"""The name of its base in an adapter, with which `AutoPeftModel.from_pretrained` finds the base. Without torch."""
+"""Finds the name that an adapter gives its base, by which `AutoPeftModel.from_pretrained` finds it. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,40 +13,35 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 _FIELD = "spec.model.hubName"
 _NAME = "_name_or_path"
-"""Key under which transformers records from where it loaded the model that it saves."""
+"""Key under which transformers records where it had loaded the model that it saves."""
 GUESSED = "adapter-base-guessed"
 _OF_A_RUN = re.compile(r"(outputs?|results|runs|saves|checkpoints|models|data|tmp)/.*|.*/checkpoint[-_]?\d+", re.IGNORECASE)
-"""Relative paths to which training programs write. On the Hub, anyone may take such a name."""
+"""Matches relative paths to which training programs write. On the Hub, anyone may register such a name."""
 
 
 def base_name(planned: str, directory: Path) -> str:
-    """The base's name for adapter_config.json. planned: `model.name` of the plan. directory: of the base model."""
+    """The base's name for adapter_config.json. planned: the plan's `model.name`. directory: that of the base model."""
     return planned if _is_hub_name(planned) else _name_in_config(directory) or planned
 
 
 def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
-    """A warning if the manifest does not give the base's name on the Hub: its config.json may name what it was made from."""
+    """A warning if the manifest does not give the base's name on the Hub: config.json may name the base's own base."""
     if _is_hub_name(planned):
         return None
     name = _name_in_config(directory)
     if name is None:
         message = (
             f"the adapter will name {planned} as its base, which no library can load: AutoPeftModel.from_pretrained fails, and "
-            "the base has to be given by hand"
+            "the base has to be passed explicitly"
         )
-        return make_finding(
-            "adapter-base-unnamed",
-            field=_FIELD,
-            value="unset",
-            message=message,
-            fix=f"set {_FIELD} to the name of the base on the Hub, <org>/<name>, if it has one",
-        )
+        fix = f"set {_FIELD} to the name of the base on the Hub, <org>/<name>, if it has one"
+        return make_finding("adapter-base-unnamed", field=_FIELD, value="unset", message=message, fix=fix)
     return make_finding(
         GUESSED,
         field=_FIELD,
         value="unset",
         message=f"the adapter will name {name} as its base, because {CONFIG_FILE} says that the model was loaded from there; if "
-        "it was trained further since then, the adapter belongs to another model than the one it names",
+        "it was trained further since then, the adapter belongs to a different model from the one that it names",
         fix=f"set {_FIELD}: {name} if that is the base, or else the base's own name",
         changes={_FIELD: name},
         is_proposal=True,
@@ -54,7 +49,7 @@ def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
 
 
 def _is_hub_name(name: str) -> bool:
-    # Not re.match, which allows a line break at the end.
+    # re.match with $ would allow a line break at the end.
     return re.fullmatch(HUB_NAME_PATTERN, name) is not None
 
 

@@ -1,6 +1,6 @@
-"""The model directory as files: whether it exists, is complete and is safe to open. Weights are read only for their digests.
+"""Checks the files of the model directory: that they exist, are complete and safe to open. Weights are read only for digests.
 
-Called by roles/preflight.py before any library touches the directory. Every broken file gets a finding of its own.
+Called by preflight before any library opens files of the directory. There is one finding for each broken file.
 """
 
 from __future__ import annotations
@@ -30,68 +30,50 @@ from finetune_trainer.weights.headers import (
 )
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Files that run code of their author's choice when they are loaded."""
+"""Suffixes of files that can run any code when they are loaded."""
 _PARSED_ELSEWHERE = frozenset({CONFIG_FILE, INDEX_FILE, "tokenizer.json", "vocab.json"})
-"""The large ones are read by the tokenizer's library, which refuses NaN, too."""
+"""Files that other code reads. The tokenizer's library, which reads the large ones, also refuses NaN."""
+COPY_AGAIN = "copy the file to the claim again"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Names of the number of layers in configurations; each layer has weights of its own."""
+"""Keys of the number of layers in configurations. Each layer has its own weights."""
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Content of the directory. `digest` is empty if a finding is an error."""
+    """The findings about the directory, and the digest and size of its weights. `digest` is empty if there are findings."""
 
     findings: tuple[Finding, ...]
-    digest: str
-    weight_bytes: int
+    digest: str = ""
+    weight_bytes: int = 0
 
 
 def inspect_model_files(directory: Path, address: str, claim: Path | None = None) -> ModelFiles:
-    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`). claim: where it is mounted."""
+    """Check the model in `directory`, which the user knows as `address` (`pvc://claim/path`). claim: mount of the claim."""
     if not directory.is_dir():
         others = sorted(path.name for path in directory.parent.iterdir() if path.is_dir()) if directory.parent.is_dir() else []
         shown = f"; next to it are {', '.join(others[:8])}" if others else ""
         likely = likely_address(address, others)
+        fix = "correct the path" if likely is None else f"set {FIELD}: {likely}"
         message = f"is not a directory on its claim{shown}"
-        return ModelFiles(
-            (
-                make_finding(
-                    "model-directory-missing",
-                    field=FIELD,
-                    value=address,
-                    message=message,
-                    fix="put the model there or correct the path"
-                    if likely is None
-                    else f"set {FIELD}: {likely}, or put the model there",
-                ),
-            ),
-            "",
-            0,
-        )
+        return ModelFiles((_finding("model-directory-missing", address, message, f"{fix}, or put the model there"),))
     try:
         findings = check_entries(directory, link_root(directory, claim))
     except OSError as error:
         message = f"the directory cannot be listed ({error.strerror})"
         fix = "let the group of the pods (the profile's fsGroup) read it"
-        return ModelFiles(
-            (make_finding("model-directory-unreadable", field=FIELD, value=address, message=message, fix=fix),), "", 0
-        )
+        return ModelFiles((_finding("model-directory-unreadable", address, message, fix),))
     if findings:
-        return ModelFiles(tuple(findings), "", 0)
+        return ModelFiles(tuple(findings))
     config = _json(directory / CONFIG_FILE, address, findings)
     text = config.get("text_config") if config is not None else None
-    # Null means none, as transformers reads it and writes it again.
+    # Null means no quantization; transformers reads and writes it with this meaning.
     if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
-        findings.append(
-            make_finding(
-                "model-already-quantized",
-                field=FIELD,
-                value=address,
-                message=f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which "
-                "quantised weights are not, and nothing could be merged into them exactly",
-                fix="give the original 16-bit model, and method QLoRA if it is to be quantised while it trains",
-            )
+        message = (
+            f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which quantised "
+            "weights are not, and nothing could be merged into them exactly"
         )
+        fix = "give the original 16-bit model, and method QLoRA if it is to be quantised while it trains"
+        findings.append(_finding("model-already-quantized", address, message, fix))
     findings += _broken_json(directory)
     names, index = _weight_files(directory, address, findings)
     headers: dict[str, list[TensorHeader]] = {}
@@ -99,56 +81,35 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
         try:
             headers[name] = read_header(directory / name)
         except MergeError as error:
-            findings.append(
-                make_finding(
-                    "model-shard-broken", field=FIELD, value=name, message=str(error), fix="copy the file to the claim again"
-                )
-            )
+            findings.append(_finding("model-shard-broken", name, str(error), COPY_AGAIN))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            findings.append(
-                make_finding(
-                    "model-shard-broken",
-                    field=FIELD,
-                    value=name,
-                    message=f"{name}: its header is malformed ({error!r})",
-                    fix="copy the file to the claim again",
-                )
-            )
+            findings.append(_finding("model-shard-broken", name, f"{name}: its header is malformed ({error!r})", COPY_AGAIN))
         except OSError as error:
-            findings.append(
-                make_finding(
-                    "model-shard-broken",
-                    field=FIELD,
-                    value=name,
-                    message=f"{name}: cannot be read ({error.strerror})",
-                    fix="copy it again, readable",
-                )
-            )
+            message = f"{name}: cannot be read ({error.strerror})"
+            findings.append(_finding("model-shard-broken", name, message, "copy it again, readable"))
     if index is not None and len(headers) == len(names):
         findings += _index_problems(index, headers)
     if config is not None and not findings:
         findings += _layers_without_weights(config, sum(len(tensors) for tensors in headers.values()))
     if findings:
-        return ModelFiles(tuple(findings), "", 0)
+        return ModelFiles(tuple(findings))
     sizes = {name: (directory / name).stat().st_size for name in names}
     return ModelFiles((), _digest(directory, headers, sizes), sum(sizes.values()))
 
 
 def _broken_json(directory: Path) -> list[Finding]:
-    """Findings about settings that are copied into the published results but are not readable everywhere, such as NaN."""
+    """Findings about settings files that some programs cannot read, as with NaN: these files are published with the results."""
     findings = []
     for name in sorted(set(MAX_BYTES) & {path.name for path in directory.glob("*.json")} - _PARSED_ELSEWHERE):
         try:
             read_json(directory / name)
         except (MergeError, OSError) as error:
-            findings.append(
-                make_finding(UNUSABLE_FILE, field=FIELD, value=name, message=str(error), fix=f"copy {name} to the claim again")
-            )
+            findings.append(_finding(UNUSABLE_FILE, name, str(error), f"copy {name} to the claim again"))
     return findings
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of configuration and weight files. They are known for a fetched model; one on a claim is read once for them."""
+    """SHA-256 of configuration and weight files. They are known for a fetched model; other models are read."""
     manifest = read_manifest(directory)
     known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
     names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
@@ -156,72 +117,33 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 
 def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the safetensors files, and the index's tensor -> file if there is one."""
+    """Names of the safetensors files; and tensor -> file from the index, if there is one."""
     single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index_path.exists():
-        findings.append(
-            make_finding(
-                "model-weights-ambiguous",
-                field=FIELD,
-                value=address,
-                message=f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read",
-                fix="remove the one that does not belong to the model",
-            )
-        )
-        return [], None
-    if index_path.exists():
+        message = f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read"
+        findings.append(_finding("model-weights-ambiguous", address, message, "remove the one that does not belong to the model"))
+    elif index_path.exists():
         index = _json(index_path, address, findings)
-        if index is None:
-            return [], None
-        weight_map = index.get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
-            findings.append(
-                make_finding(
-                    "model-index-broken",
-                    field=FIELD,
-                    value=INDEX_FILE,
-                    message=f"{INDEX_FILE}: holds no weight_map",
-                    fix="copy it again",
-                )
-            )
-            return [], None
-        names = sorted(set(weight_map.values()))
-        outside = [name for name in names if Path(name).name != name]
-        if outside:
-            findings.append(
-                make_finding(
-                    "model-index-broken",
-                    field=FIELD,
-                    value=outside[0],
-                    message=f"{INDEX_FILE}: {outside[0]!r} points outside the model",
-                    fix="copy it again",
-                )
-            )
-            return [], None
-        return names, weight_map
-    if single.exists():
+        weight_map = None if index is None else index.get("weight_map")
+        if isinstance(weight_map, dict) and weight_map and all(isinstance(name, str) for name in weight_map.values()):
+            names = sorted(set(weight_map.values()))
+            outside = [name for name in names if Path(name).name != name]
+            if not outside:
+                return names, weight_map
+            message = f"{INDEX_FILE}: {outside[0]!r} points outside the model"
+            findings.append(_finding("model-index-broken", outside[0], message, "copy it again"))
+        elif index is not None:
+            findings.append(_finding("model-index-broken", INDEX_FILE, f"{INDEX_FILE}: holds no weight_map", "copy it again"))
+    elif single.exists():
         return [SINGLE_FILE], None
-    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES)
-    if pickled:
-        findings.append(
-            make_finding(
-                "model-pickle-only",
-                field=FIELD,
-                value=pickled[0],
-                message=f"the weights exist only as pickles ({', '.join(pickled[:4])}), which run code when they are opened",
-                fix="convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)",
-            )
-        )
+    elif pickled := sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES):
+        message = f"the weights exist only as pickles ({', '.join(pickled[:4])}), which run code when they are opened"
+        fix = "convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path)"
+        findings.append(_finding("model-pickle-only", pickled[0], message, fix))
     else:
-        findings.append(
-            make_finding(
-                "model-weights-missing",
-                field=FIELD,
-                value=address,
-                message=f"holds neither {SINGLE_FILE} nor {INDEX_FILE}",
-                fix="copy the whole model directory, weights included",
-            )
-        )
+        message = f"holds neither {SINGLE_FILE} nor {INDEX_FILE}"
+        fix = "copy the whole model directory, weights included"
+        findings.append(_finding("model-weights-missing", address, message, fix))
     return [], None
 
 
@@ -229,47 +151,26 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
     file_of = {tensor.name: name for name, tensors in headers.items() for tensor in tensors}
     absent = sorted(name for name, file in index.items() if file_of.get(name) != file)
     extra = sorted(set(file_of) - set(index))
+    fix = "copy index and shards of the same save"
     findings = []
     if absent:
-        findings.append(
-            make_finding(
-                "model-index-broken",
-                field=FIELD,
-                value=absent[0],
-                message=f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}",
-                fix="copy index and shards of the same save",
-            )
-        )
+        message = f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}"
+        findings.append(_finding("model-index-broken", absent[0], message, fix))
     if extra:
-        findings.append(
-            make_finding(
-                "model-index-broken",
-                field=FIELD,
-                value=extra[0],
-                message=f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)",
-                fix="copy index and shards of the same save",
-            )
-        )
+        message = f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)"
+        findings.append(_finding("model-index-broken", extra[0], message, fix))
     return findings
 
 
 def _layers_without_weights(config: Mapping[str, Any], num_tensors: int) -> list[Finding]:
-    """Report more layers than tensors, since building them all would take far too long."""
+    """Report a configuration with more layers than there are tensors, since building all layers would take far too long."""
     parts = {"": config} | {f"{name}.": part for name, part in config.items() if isinstance(part, dict)}
     for prefix, part in parts.items():
         for name in LAYER_COUNTS:
             count = part.get(name)
             if isinstance(count, int) and count > num_tensors:
                 message = f"{CONFIG_FILE}: {prefix}{name} is {count}, and the weight files hold {num_tensors} tensors in all"
-                return [
-                    make_finding(
-                        "model-weights-incomplete",
-                        field=FIELD,
-                        value=f"{count}",
-                        message=message,
-                        fix="copy all files of one and the same model",
-                    )
-                ]
+                return [_finding("model-weights-incomplete", f"{count}", message, "copy all files of one and the same model")]
     return []
 
 
@@ -291,7 +192,9 @@ def _json(path: Path, address: str, findings: list[Finding]) -> dict[str, Any] |
         return read_json(path)
     except (MergeError, OSError, UnicodeDecodeError) as error:
         rule = "model-config-unreadable" if path.name == CONFIG_FILE else "model-index-broken"
-        findings.append(
-            make_finding(rule, field=FIELD, value=address, message=str(error), fix=f"copy {path.name} to the claim again")
-        )
+        findings.append(_finding(rule, address, str(error), f"copy {path.name} to the claim again"))
         return None
+
+
+def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
+    return make_finding(rule, field=FIELD, value=value, message=message, fix=fix)

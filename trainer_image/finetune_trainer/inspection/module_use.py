@@ -1,8 +1,7 @@
-"""Use of each module of a model, observed in one forward and backward pass of a small model of the same
-architecture.
+"""Observes how a model uses each module, in one forward and backward pass of a small model of the same architecture.
 
-An adapter works if its module is called. Some models read the weight of a module themselves instead of calling it, or pass it to
-a fused kernel, and some modules take no part in what is trained; no list of architectures could cover this.
+An adapter works only if its module is called. But some models read a module's weight instead of calling it, or pass the weight to
+a fused kernel, and some modules do not affect the loss. No list of architectures could cover this.
 """
 
 from __future__ import annotations
@@ -13,9 +12,9 @@ import logging
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -34,37 +33,35 @@ from finetune_trainer.small_models.shrink import SmallConfig, without_dropout
 
 log = logging.getLogger(__name__)
 ROWS, LENGTH = 8, 16
-"""Size of the batch: enough tokens that a router of any width sends some to each of its experts, and few for a loop over
-tokens.
-"""
+"""Size of the batch: enough tokens for a router of any width to use each expert, but few for a loop over tokens."""
 _UNTRACKED = "bias"
-"""Adapters and quantization leave biases unchanged, so their readers do not matter."""
+"""Name of parameters that adapters and quantization do not change, so it does not matter which modules read them."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-"""A part of a name that is a number: of a layer, or of an expert."""
+"""Matches a part of a name that is a number, such as that of a layer or an expert."""
 
 
 @dataclass(frozen=True)
 class ModuleUse:
-    """Use of one module, or of several similar ones, such as the experts of a layer."""
+    """The use of one module, or of several similar modules, such as the experts of a layer."""
 
     is_called: bool
     gets_gradient: bool
-    """Whether some parameter of its own gets a gradient; also True if it has none."""
+    """Whether one of the module's own parameters gets a gradient; also True if it has no parameters."""
     readers: tuple[str, ...] = ()
-    """Classes of the modules whose code reads its weight outside its forward pass."""
+    """Classes of the modules whose code reads the module's weight outside its forward pass."""
     gives_tensor: bool = True
-    """Whether it returned one tensor, rather than several, each time it was called."""
+    """Whether the module returned a single tensor each time it was called."""
     is_handed_to: tuple[str, ...] = ()
-    """Fused kernels, as `package.function`, that get its weight if the package is installed, as it is here."""
+    """Fused kernels (`package.function`) that get the module's weight if the package is installed, which is the case here."""
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether something else works with its weight."""
+        """Whether something other than the module computes with its weight."""
         return bool(self.readers or self.is_handed_to)
 
 
 class ModuleUses:
-    """Observed uses of each module of the small model."""
+    """The observed uses of the small model's modules."""
 
     def __init__(self, observed: Mapping[str, ModuleUse], layers: KeptLayers | None) -> None:
         self._layers = layers
@@ -77,28 +74,20 @@ class ModuleUses:
         self._anywhere = {name: _combined(uses) for name, uses in anywhere.items()}
 
     def of(self, name: str) -> ModuleUse | None:
-        """Use of the module with this name in the model itself; None if the small model has none like it."""
-        return self._by_layer.get(_without_inner_numbers(self._renumbered(name))) or self._anywhere.get(_without_numbers(name))
+        """The use of a module, by its name in the full model; None if the small model has no such module."""
 
-    def _renumbered(self, name: str) -> str:
-        def kept(found: re.Match[str]) -> str:
-            number = self._layers.kept_layer_of(int(found[0])) if self._layers is not None else None
-            return found[0] if number is None else str(number)
+        def kept(layer: re.Match[str]) -> str:
+            number = self._layers.kept_layer_of(int(layer[0])) if self._layers is not None else None
+            return layer[0] if number is None else str(number)
 
-        return _NUMBER.sub(kept, name, count=1)
+        renumbered = _NUMBER.sub(kept, name, count=1)
+        return self._by_layer.get(_without_inner_numbers(renumbered)) or self._anywhere.get(_without_numbers(name))
 
 
 def _without_inner_numbers(name: str) -> str:
-    """The name without the numbers after the layer's: what one expert does, another would do with other tokens."""
-    first, dot, rest = _split_after_number(name)
-    return f"{first}{dot}{_NUMBER.sub('*', rest)}"
-
-
-def _split_after_number(name: str) -> tuple[str, str, str]:
-    match = _NUMBER.search(name)
-    if match is None:
-        return name, "", ""
-    return name[: match.end()], name[match.end() : match.end() + 1], name[match.end() + 1 :]
+    """The name without numbers after that of the layer: all experts of a layer work alike, only with different tokens."""
+    layer = _NUMBER.search(name)
+    return name if layer is None else name[: layer.end()] + _NUMBER.sub("*", name[layer.end() :])
 
 
 def _without_numbers(name: str) -> str:
@@ -117,7 +106,7 @@ def _combined(uses: list[ModuleUse]) -> ModuleUse:
 
 @dataclass(frozen=True)
 class ObservedUse:
-    """A small model and the use of its modules."""
+    """A small model and the observed use of its modules."""
 
     model: PreTrainedModel
     """The model with random weights in float32, and without dropout."""
@@ -125,7 +114,7 @@ class ObservedUse:
 
 
 def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
-    """Observe a small model; None if none can be built and computed, which the rehearsal reports."""
+    """Observe a small model. Returns None if it cannot be built or computed, which the rehearsal reports."""
     try:
         config = load_config(plan, directory)
         with _torch_only(config) as handed:
@@ -147,7 +136,7 @@ def _tokens(shrunken: SmallConfig) -> torch.Tensor:
     return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
 
 
-def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: _KernelParameters) -> dict[str, ModuleUse]:
+def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: Sequence[tuple[int, str]]) -> dict[str, ModuleUse]:
     model.train()
     modules = dict(model.named_modules())
     owners: dict[int, dict[str, str]] = defaultdict(dict)
@@ -164,37 +153,33 @@ def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: _KernelParam
         for name, last in owners.get(parameter, {}).items():
             if last != _UNTRACKED:
                 kernels[name].add(function)
-    return {
-        name: ModuleUse(
+    uses = {}
+    for name, module in modules.items():
+        own = list(module.parameters(recurse=False))
+        uses[name] = ModuleUse(
             is_called=name in calls.called,
-            gets_gradient=_gets_gradient(module),
+            gets_gradient=not own or any(parameter.grad is not None for parameter in own),
             readers=tuple(sorted({type(modules[reader]).__name__ for reader in reads.past_forward[name]})),
             gives_tensor=name not in calls.gave_several,
             is_handed_to=tuple(sorted(kernels[name])),
         )
-        for name, module in modules.items()
-    }
-
-
-def _gets_gradient(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    return not own or any(parameter.grad is not None for parameter in own)
+    return uses
 
 
 class _Calls:
-    """Records which modules are called and which one computes at any time, however they are called."""
+    """Records which modules are called, by whatever means, and which modules are computing at any time."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
         self.called: set[str] = set()
         self.gave_several: set[str] = set()
-        """Names of modules whose result was something other than a tensor."""
+        """Names of modules that returned something other than a single tensor."""
         self.inside: list[str] = []
-        """Names of the modules whose forward pass has begun and not ended, the innermost last."""
+        """Names of the modules whose forward pass has begun but not ended, the innermost last."""
 
     def __enter__(self) -> None:
         for name, module in self._modules.items():
-            # An attribute of the instance is also used by code that calls `forward` itself, which bypasses torch's hooks.
+            # The instance's attribute also catches code that calls `forward` directly, which bypasses torch's hooks.
             module.forward = self._recorded(name, module.forward)
 
     def __exit__(self, *_: object) -> None:
@@ -218,18 +203,18 @@ class _Calls:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations that take a parameter while its module is not in its forward pass."""
+    """Records operations that use a parameter while its module is not in its forward pass."""
 
     def __init__(self, owners: Mapping[int, Mapping[str, str]], inside: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._owners, self._inside = owners, inside
         self.past_forward: dict[str, set[str]] = defaultdict(set)
-        """Name of the module with the parameter -> names of the modules that read it."""
+        """Name of the module that owns the parameter -> names of the modules that read it."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             owners = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
-            # Tied modules each read their own parameter.
+            # A tied parameter belongs to several modules. If one of them is computing, it may read it; otherwise all are noted.
             if owners is not None and not any(name in owners for name in self._inside):
                 for name, last in owners.items():
                     if last != _UNTRACKED:
@@ -237,35 +222,24 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class _KernelParameters:
-    """Parameters, by identity, that were passed to a fused kernel."""
-
-    pairs: list[tuple[int, str]] = field(default_factory=list)
-
-    def __iter__(self) -> Iterator[tuple[int, str]]:
-        return iter(self.pairs)
-
-    def clear(self) -> None:
-        self.pairs.clear()
-
-
 @contextmanager
-def _torch_only(config: PreTrainedConfig) -> Iterator[_KernelParameters]:
-    """Let the architecture compute with torch alone, and note which parameters it passes to functions that have a fused kernel.
+def _torch_only(config: PreTrainedConfig) -> Iterator[list[tuple[int, str]]]:
+    """Let the architecture compute with torch alone, without fused kernels. Yields a list that is filled with the id of each
+    parameter that would be passed to a kernel, and the kernel's name.
 
-    transformers replaces such a function by a kernel if its package is installed (mamba-ssm, causal-conv1d,
-    flash-linear-attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback); the kernel needs a GPU.
+    transformers replaces a function by such a kernel, which needs a GPU, if its package is installed (mamba-ssm, causal-conv1d,
+    flash-linear-attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback).
     """
-    handed = _KernelParameters()
+    handed: list[tuple[int, str]] = []
     mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
     classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
-    spaces = {each.__module__: vars(sys.modules[each.__module__]) for each in classes if each is not None}
+    spaces = {model.__module__: vars(sys.modules[model.__module__]) for model in classes if model is not None}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     for space in spaces.values():
         for name, function in list(space.items()):
-            package = _package_of_kernel(function)
-            if package is not None:
+            is_wrapper = inspect.isfunction(function) and hasattr(function, "__wrapped__")
+            package = inspect.getclosurevars(function).nonlocals.get("package") if is_wrapper else None
+            if isinstance(package, str):
                 replaced.append((space, name, function))
                 space[name] = _recording(handed, function.__wrapped__, f"{package}.{name}" if find_spec(package) else "")
     try:
@@ -275,27 +249,18 @@ def _torch_only(config: PreTrainedConfig) -> Iterator[_KernelParameters]:
             space[name] = function
 
 
-def _package_of_kernel(function: Any) -> str | None:
-    if not inspect.isfunction(function) or not hasattr(function, "__wrapped__"):
-        return None
-    package = inspect.getclosurevars(function).nonlocals.get("package")
-    return package if isinstance(package, str) else None
-
-
-def _recording(handed: _KernelParameters, function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+def _recording(handed: list[tuple[int, str]], function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if kernel:
-            handed.pairs.extend((id(value), kernel) for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
+            handed.extend((id(value), kernel) for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
         return function(*args, **kwargs)
 
     return recorded
 
 
 def _mark_as_quantized(model: PreTrainedModel) -> None:
-    """Mark modules as transformers' quantizers do: some code calls a layer if its weight is quantized, and else reads the
-    weight.
-    """
+    """Mark modules as transformers' quantizers do: some code calls a layer only if it is quantized, and else reads its weight."""
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._is_quantized = True  # noqa: SLF001 - see transformers.quantizers.base

@@ -1,10 +1,11 @@
-"""Preflight's knowledge of a model in plain values: its structure, how the rehearsal went, and the report on the workspace.
+"""Defines what preflight knows of a model, in plain values: its structure, the rehearsal, and the report on the workspace.
 
-Without torch, because preflight holds these while it prepares the data, and the merge and the publisher read the report.
+torch is not imported: preflight keeps these values while it prepares the data, and merge and publisher read the report.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -23,7 +24,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """Structure that the trainer will build."""
+    """The structure that the trainer will build."""
 
     wrap_classes: tuple[str, ...]
     fsdp_units: tuple[str, ...]
@@ -33,54 +34,52 @@ class ModelStructure:
     fixed_tensors: dict[str, tuple[int, ...]]
     """Tensors of the adapter that are not trained, such as random projections."""
     adapter_settings: dict[str, Any] | None
-    """Content of adapter_config.json; None for full fine-tuning."""
+    """The content of adapter_config.json; None for full fine-tuning."""
     vocabulary_size: int
-    """Rows of the input embedding."""
+    """Number of rows of the input embedding."""
     max_positions: int | None
-    """Longest document that the model was made for, if its configuration says so."""
+    """Longest document for which the model was made, in tokens; None if its configuration does not say."""
     max_row: int | None
-    """Longest row of a batch, with all documents packed into it, that the model's code computes; None: any."""
+    """Longest row of a batch, with all documents packed into it, that the model's code can compute; None if there is no limit."""
     stored_dtype: str
     """Element type of most of the base model's weights."""
     shape: ModelShape | None
-    """Shape for the memory planner; None if the configuration does not contain enough for it."""
+    """The shape for the memory planner; None if the planner does not know the model's configuration."""
     trains_input_rows_alone: bool = False
-    """Whether rows of the input embedding are trained that no output head shares: a row then learns where its token is read."""
+    """Whether rows of the input embedding are trained that the head does not share. They learn only where their token is read."""
     batches: tuple[Choice, ...] = ()
-    """Attention, micro-batch and recomputation, if the plan leaves them open."""
+    """The choices of precision, attention, micro-batch and recomputation that the plan leaves open."""
     padding_row: int | None = None
-    """Row of the input embedding that torch gives no gradient (`padding_idx`)."""
+    """Row of the input embedding that gets no gradient from torch (`padding_idx`)."""
 
 
 class Verdict(StrEnum):
-    """How a rehearsal ended."""
+    """The result of a rehearsal."""
 
     PASSED = "Passed"
     FAILED = "Failed"
-    """The job would fail, or go wrong silently: a finding says where."""
+    """The job would fail or silently go wrong, as a finding explains."""
     NOT_DONE = "NotDone"
-    """No scaled-down model could be built, or time or memory ran out: a warning says why. Everything seen until then was
-    right.
-    """
+    """No scaled-down model could be built, or time or memory ran out, as a warning explains. No stage had failed before."""
     SKIPPED = "Skipped"
     """The manifest has spec.preflight.rehearsal: Skip."""
 
 
 class Stage(StrEnum):
-    """Stages of a rehearsal, in order."""
+    """The stages of a rehearsal, in order."""
 
     BUILD = "build"
-    """The scaled-down model, its adapter and its data."""
+    """Build the scaled-down model, its adapter and its data."""
     TRAIN = "train"
-    """An undisturbed run: a few steps with checkpoints, and the result."""
+    """Train for a few steps without interruption, with checkpoints, and save the result."""
     RESUME = "resume"
-    """A resume of this run from a checkpoint, which gives the same bytes."""
+    """Resume this run from a checkpoint; the result must have the same bytes."""
     COMPARE = "compare"
-    """A run of these global batches in one process, which gives the same losses and gradients."""
+    """Train on the same global batches in one process; losses and gradients must be the same."""
     SAVE = "save"
-    """The result holds what was trained, and loads with the libraries alone."""
+    """Check that the result holds what was trained and can be loaded with the libraries alone."""
     MERGE = "merge"
-    """Merge and verification."""
+    """Merge and verify."""
 
 
 TITLES = {
@@ -94,19 +93,19 @@ TITLES = {
 
 
 class StrictModel(BaseModel):
-    """Base of immutable models that refuse unknown fields."""
+    """Base class of immutable models that refuse unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class StageResult(StrictModel):
-    """Result of one stage."""
+    """The result of one stage."""
 
     stage: Stage
     seconds: float
-    """Duration. The last three stages run at the same time, so the sum exceeds the duration of the rehearsal."""
+    """Duration of the stage. The last three stages run at the same time, so the sum exceeds the duration of the rehearsal."""
     problem: str = ""
-    """Description of a failure; empty if there was none."""
+    """Description of the failure; empty if the stage passed."""
 
 
 class RehearsalReport(StrictModel):
@@ -115,68 +114,60 @@ class RehearsalReport(StrictModel):
     verdict: Verdict
     seconds: float = 0.0
     peak_memory_bytes: int = 0
-    """Memory of all its processes together, with shared pages counted once (PSS)."""
+    """Peak memory of all processes of the rehearsal together; shared pages are counted once (PSS)."""
     parameters: int = 0
     """Number of parameters of the scaled-down model."""
     changes: tuple[str, ...] = ()
-    """Differences between the job and its rehearsal, in words."""
+    """Descriptions of the differences between the job and its rehearsal."""
     stages: tuple[StageResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     kept_since: str = ""
-    """Time of the rehearsal in UTC if the verdict is that of an earlier, equal one (rehearsal/verdicts.py); empty: now."""
+    """Time in UTC of an earlier, equal rehearsal whose verdict this is (rehearsal/verdicts.py); empty if it was rehearsed now."""
 
 
 SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)
 
 
 class ModelReport(BaseModel):
-    """Content of `WorkspaceLayout.model_report`. Names and shapes are global, before any sharding."""
+    """The content of `WorkspaceLayout.model_report`. Names and shapes are those before any sharding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     plan_sha256: str
     model_digest: str
-    """SHA-256 over configuration, index, headers and file sizes of the base model; no weight is read for it."""
+    """SHA-256 over configuration, index, headers and file sizes of the base model, computed without reading weights."""
     model_files: dict[str, str]
-    """SHA-256 of configuration and weight files, which the merge must find again; empty if nothing is merged."""
+    """SHA-256 of configuration and weight files, which the merge checks; empty if nothing is merged."""
     data_hash: str
     wrap_classes: tuple[str, ...]
-    """Layer classes that become FSDP units; empty under another policy than TRANSFORMER_BASED_WRAP."""
+    """Layer classes that become FSDP units; empty unless the policy is TRANSFORMER_BASED_WRAP."""
     fsdp_units: tuple[str, ...]
-    """Names of the modules that become units of their own; the root is another one."""
+    """Names of the modules that become FSDP units, without the root, which is also a unit."""
     dtypes: dict[str, str]
-    """Element types by use: load, param, reduce, save."""
+    """Use (load, param, reduce, save) -> element type."""
     trainable: dict[str, tuple[int, ...]]
-    """Name and shape of each trained parameter."""
+    """Name -> shape of each trained parameter."""
     saved_tensors: dict[str, tuple[int, ...]]
-    """Name and shape of each tensor that the trained adapter (or model) must contain."""
+    """Name -> shape of each tensor that the trained adapter (or model) must contain."""
     train_sequences: int
     supervised_tokens: int
-    """Tokens that the loss counts in one pass over the training data."""
+    """Number of tokens that the loss counts in one pass over the training data."""
     total_steps: int
     record_lengths: dict[int, int]
-    """Histogram of training records, dropped ones included: the smallest power of two that holds the tokens -> number of
-    records.
-    """
+    """Histogram of training records: length rounded up to a power of two -> number of records, including dropped ones."""
     rehearsal: RehearsalReport = SKIPPED
-    """Result of the job on a scaled-down model of the same architecture."""
+    """The result of rehearsing the job on a scaled-down model of the same architecture."""
     memory: dict[str, int]
-    """Bytes that a rank will need, by purpose; empty if they could not be estimated."""
+    """Purpose -> estimated bytes of memory that a rank will need; empty if they could not be estimated."""
     resharding: Choice | None = None
-    """Whether ranks free gathered parameters after the forward pass, and why; None if the plan says it, or one rank trains."""
+    """Whether ranks free gathered parameters after the forward pass, and why; None if the plan sets it, or there is one rank."""
     batches: tuple[Choice, ...] = ()
-    """Attention, micro-batch and recomputation, and why; empty if the plan says them."""
+    """The choices of precision, attention, micro-batch and recomputation, and why; empty if the plan sets them all."""
     warnings: tuple[Finding, ...]
 
     @property
     def trainable_parameters(self) -> int:
-        """Number of values that are trained."""
-        total = 0
-        for shape in self.trainable.values():
-            size = 1
-            for length in shape:
-                size *= length
-            total += size
-        return total
+        """Number of trained values."""
+        return sum(math.prod(shape) for shape in self.trainable.values())
 
 
 def _changed(path: Path, what: str) -> PlanMismatchError:
@@ -192,10 +183,10 @@ def read_report(path: Path) -> ModelReport | None:
 
 
 def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
-    """The plan with the choices in the report at `path`, which are the same for every attempt.
+    """The plan with preflight's choices from the report at `path`, which are the same for every attempt.
 
-    Without a choice of preflight, ranks free gathered parameters after the forward pass, which takes the least memory. Raises
-    PlanMismatchError if the report holds what preflight never writes: it is on the workspace, where others may write.
+    If preflight has made no choice, ranks free gathered parameters after the forward pass, which takes the least memory. Raises
+    PlanMismatchError if the report contains what preflight never writes, since other programs may write to the workspace.
     """
     try:
         report = read_report(path)

@@ -1,11 +1,13 @@
-"""The base model and its adapters on the meta device: names, shapes and element types as transformers and PEFT would make them.
+"""Builds base model and adapters on the meta device, with the names, shapes and element types of transformers and PEFT.
 
 No weight is read. Called by preflight and the rehearsal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -38,11 +40,11 @@ DTYPES = SAFETENSORS_DTYPES | {
     "U16": torch.uint16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""torch's element types by their names in safetensors."""
+"""Name of an element type in safetensors -> torch's element type."""
 
 
 def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list[Finding]]:
-    """The model on the meta device, and findings about its files. Raises transformers' errors for a model that it refuses."""
+    """The model on the meta device, and findings about its files. Raises transformers' errors if it refuses the model."""
     headers = read_checkpoint(directory).tensors.values()
     declared = {header.name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device=META) for header in headers}
     built = build_on_meta(plan, directory)
@@ -59,54 +61,37 @@ def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list
     model: PreTrainedModel = loaded
     freeze_as_built(model, built)
     model.train()
-    return model, [*_incomplete(info), *_unconverted(info)]
+    return model, list(_incomplete(info))
 
 
-def _incomplete(info: dict[str, object]) -> list[Finding]:
-    """Findings about weights that the files lack or hold in another shape, which transformers would initialise at random."""
-    findings = []
+def _incomplete(info: dict[str, Any]) -> Iterator[Finding]:
+    """Yield findings about weights that transformers would initialise at random, or could not convert."""
+    fix = "copy all files of one and the same model"
     for kind, reason in (("missing_keys", "are in none of its files"), ("mismatched_keys", "have another shape in its files")):
-        names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])  # type: ignore[attr-defined]
+        names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])
         if names:
-            findings.append(
-                make_finding(
-                    "model-weights-incomplete",
-                    field=FIELD,
-                    value=names[0],
-                    message=f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}",
-                    fix="copy all files of one and the same model; these weights would start at random",
-                )
-            )
-    return findings
-
-
-def _unconverted(info: dict[str, object]) -> list[Finding]:
-    """The finding about tensors of the files that transformers could not convert."""
+            message = f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}"
+            yield _finding(names[0], message, f"{fix}; these weights would start at random")
     errors = info.get("error_msgs") or info.get("conversion_errors")
-    if not errors:
-        return []
-    first = next(iter(errors.items())) if isinstance(errors, dict) else next(iter(errors))  # type: ignore[call-overload]
-    message = f"transformers cannot convert the files' tensors to those of the model: {str(first)[:300]}"
-    return [
-        make_finding(
-            "model-weights-incomplete",
-            field=FIELD,
-            value="config.json",
-            message=message,
-            fix="copy all files of one and the same model",
-        )
-    ]
+    if errors:
+        first = next(iter(errors.items() if isinstance(errors, dict) else errors))
+        message = f"transformers cannot convert the files' tensors to those of the model: {str(first)[:300]}"
+        yield _finding("config.json", message, fix)
+
+
+def _finding(value: str, message: str, fix: str) -> Finding:
+    return make_finding("model-weights-incomplete", field=FIELD, value=value, message=message, fix=fix)
 
 
 def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Path) -> PeftModel:
-    """The model with its adapters, as `attach` makes it, but without values. Raises ConfigError as `attach` does."""
+    """The model with its adapters, made as by `attach` but of meta tensors. Raises ConfigError as `attach` does."""
     try:
         with on_meta_device():
             adapted = attach(base, plan)
     except ConfigError as error:
         if plan.method.adapter is None or not isinstance(error.__cause__, RuntimeError):
             raise
-        # With some settings a method does not know the sizes of its tensors before it has drawn or counted values.
+        # With some settings, sizes of a method's tensors depend on values, which meta tensors lack, so zeros take their place.
         return attach(build_with_lazy_zeros(plan, directory), plan)
     if not plan.method.autocast_adapter_dtype:
         _hold_as_the_base(adapted, base.dtype)
@@ -114,10 +99,10 @@ def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Pa
 
 
 def _hold_as_the_base(adapted: PeftModel, loaded: torch.dtype) -> None:
-    """Give adapter tensors their base layer's element type, which PEFT does when it adds an adapter, except on the meta device.
+    """Give adapter tensors the element type of their base layer, as PEFT does for an added adapter off the meta device.
 
-    For quantized weights it is the type in which they compute, however they are stored. Only their magnitudes are computed from
-    the weights before quantization. loaded: element type of these.
+    For quantized weights, this is the type in which they compute, however they are stored. Magnitudes are computed from the
+    weights before quantization, of element type `loaded`.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):

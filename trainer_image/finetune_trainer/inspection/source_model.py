@@ -1,4 +1,4 @@
-"""Whether the base with added tokens was made of the base that the job names. Without torch."""
+"""Checks that the base with added tokens was made from the base that the job names. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _BLOCK_BYTES = 16 << 20
 
 
 def source_difference(source: Path, made: Path, added: AddedTokens) -> str | None:
-    """How the weights in `made` differ from those of `source` with rows for these tokens; None if they do not.
+    """A description of how the weights in `made` differ from those in `source` with rows for these tokens; None if they do not.
 
-    The rows of added tokens are not compared, since they did not belong to any token before. Raises OSError.
+    The rows of added tokens are not compared, since they belong to no token of the source. Raises OSError.
     """
     try:
-        expected, found = read_checkpoint(source), read_checkpoint(made)
+        expected, actual = read_checkpoint(source), read_checkpoint(made)
     except MergeError as error:
         return f"cannot be read ({error})"
-    if expected.tensors.keys() != found.tensors.keys():
-        return f"holds other tensors than the base in {source}, of which it was made"
-    name = next((name for name in expected.tensors if not _is_kept(expected, found, name, added)), None)
-    return None if name is None else f"holds another {name} than the base in {source}, of which it was made"
+    if expected.tensors.keys() != actual.tensors.keys():
+        return f"holds different tensors from the base in {source}, of which it was made"
+    name = next((name for name in expected.tensors if not _is_kept(expected, actual, name, added)), None)
+    return None if name is None else f"holds values of {name} that differ from the base in {source}, of which it was made"
 
 
-def _is_kept(expected: Checkpoint, found: Checkpoint, name: str, added: AddedTokens) -> bool:
-    before, after = expected.tensors[name], found.tensors[name]
+def _is_kept(expected: Checkpoint, actual: Checkpoint, name: str, added: AddedTokens) -> bool:
+    before, after = expected.tensors[name], actual.tensors[name]
     has_rows_of_tokens = after.shape[:1] == (added.num_rows,)
     is_as_long = before.shape[:1] == after.shape[:1] or (has_rows_of_tokens and before.shape[:1] < after.shape[:1])
     if before.dtype != after.dtype or before.shape[1:] != after.shape[1:] or not is_as_long:
         return False
-    if os.path.samestat(before.file.stat(), after.file.stat()):  # another name of the same file
+    if os.path.samestat(before.file.stat(), after.file.stat()):  # both are names of the same file
         return True
     left_out = added.ids if has_rows_of_tokens else ()
     return all(_is_same(before, after, start, end) for start, end in _kept_spans(before, left_out))
 
 
 def _kept_spans(tensor: TensorHeader, left_out: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Byte ranges of a tensor without some of its rows."""
+    """Yield the byte ranges of a tensor that remain without the rows `left_out`."""
     if not left_out or not tensor.num_bytes:
         yield 0, tensor.num_bytes
         return

@@ -1,6 +1,6 @@
-"""Entries of a directory that cannot be read as files, or are far too large for their names.
+"""Finds entries of a directory that cannot be read as files, or are far too large for their names.
 
-Opening a pipe may never return and a device has no end, but libraries open anything that has the right name. So this is checked
+Opening a pipe may never return, and a device has no end, but libraries open anything with the right name. So this is checked
 first.
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_trainer.errors import ModelError
-from finetune_trainer.files import TEMPLATES, OutsideError, links_outside
+from finetune_trainer.files import TEMPLATES, links_outside
 
 UNUSABLE_FILE = "model-file-unusable"
-"""Id of a finding after which nothing may open the directory's files."""
+"""Id of the rule. If it is broken, nothing may open the directory's files."""
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_BYTES: Mapping[str, int] = {
     "config.json": 16 << 20,
@@ -33,61 +33,45 @@ MAX_BYTES: Mapping[str, int] = {
     "tokenizer.model": 512 << 20,
     "model.safetensors.index.json": 256 << 20,
 }
-"""Bounds that are some ten times the largest files in use."""
-_KINDS = (
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
-
-
+"""File name -> largest accepted size, some ten times that of the largest such file in use."""
+_KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 FIELD = "spec.model.source"
 _FIX_LINK = "put the file itself there, or what it leads to on the same claim"
 
 
 def require_links_inside(directory: Path, root: Path) -> None:
-    """Raise ModelError if a link of the base model leads out of `root`, since this pod would open its target. Raises OSError."""
+    """Raise ModelError if a link of the base model leads out of `root`, since this pod would open the target. Raises OSError."""
     for error in links_outside(directory, root):
         raise ModelError(f"{FIELD}: {error.filename} {error.strerror}", _FIX_LINK)
 
 
-def _link_finding(directory: Path, error: OutsideError) -> Finding:
-    path = Path(error.filename)
+def _finding(path: Path, directory: Path, reason: str, fix: str) -> Finding:
     shown = str(path.relative_to(directory)) if path != directory else path.name
-    return make_finding(UNUSABLE_FILE, field=FIELD, value=shown, message=f"{shown} {error.strerror}", fix=_FIX_LINK)
+    return make_finding(UNUSABLE_FILE, field=FIELD, value=shown, message=f"{shown} {reason}", fix=fix)
 
 
 def check_entries(directory: Path, root: Path) -> list[Finding]:
-    """A finding per entry that no library may open, links out of `root` first. Raises OSError if the directory cannot be
-    listed.
-    """
-    findings = [_link_finding(directory, error) for error in links_outside(directory, root)]
+    """A finding for each entry that no library may open, first for links out of `root`. Raises OSError if listing fails."""
+    findings = [
+        _finding(Path(error.filename), directory, str(error.strerror), _FIX_LINK) for error in links_outside(directory, root)
+    ]
     for path in (*sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         reason = _reason(path)
         if reason:
-            findings.append(
-                make_finding(
-                    UNUSABLE_FILE,
-                    field=FIELD,
-                    value=str(path.relative_to(directory)),
-                    message=f"{path.relative_to(directory)} {reason}",
-                    fix="put the file of the original model in its place, or remove it",
-                )
-            )
+            findings.append(_finding(path, directory, reason, "replace it with the file of the original model, or remove it"))
     return findings
 
 
 def _reason(path: Path) -> str:
+    is_file_name = path.name in MAX_BYTES or path.suffix == ".safetensors"
     try:
         status = path.stat()
     except OSError as error:
-        return f"cannot be followed ({error.strerror})" if path.name in MAX_BYTES or path.suffix == ".safetensors" else ""
+        return f"cannot be followed ({error.strerror})" if is_file_name else ""
     for is_kind, name in _KINDS:
         if is_kind(status.st_mode):
             return f"is {name}, not a file"
     if stat.S_ISDIR(status.st_mode):
-        is_file_name = path.name in MAX_BYTES or path.suffix == ".safetensors"
         return "is a directory, not a file" if is_file_name else ""
     limit = MAX_BYTES.get(path.name, MAX_TEMPLATE_BYTES if path.parent.name == TEMPLATES else None)
     if limit is not None and status.st_size > limit:

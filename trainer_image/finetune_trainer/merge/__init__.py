@@ -1,5 +1,5 @@
-"""Merges an adapter into its base model: bounded memory, the bits that PEFT computes, an output that is complete or absent.
+"""Merges an adapter into its base model, with bounded memory and PEFT's bits. The output is either complete or absent.
 
-adapter_settings, resolve_changes, plan (pure, from headers alone: what every output tensor is) -> chunks, steps, stream (bytes)
--> shard_file, journal, writer (files). The entry point is `finetune_trainer.merge.merge_adapter.merge_adapter`.
+adapter_settings, resolve_changes and plan decide from headers alone what every output tensor is. chunks, steps and stream compute
+its bytes. shard_file, journal and writer write the files. The entry point is `merge_adapter.merge_adapter`.
 """

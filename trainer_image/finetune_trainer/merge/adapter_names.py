@@ -1,9 +1,9 @@
-"""Names in a LoRA adapter file -> module of the base model and part of the adapter on it.
+"""Parses the names of tensors in a LoRA adapter file into the module of the base model and the part of the adapter.
 
-peft 0.21.2 writes these names (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and so on are factors,
-`<module>.token_adapter.trainable_tokens_delta` trained rows; `<module>.base_layer.<parameter>` and `<module>.<parameter>` hold
-whole parameters (embeddings, biases, modules_to_save). If several parameters of one module are adapted (target_parameters), PEFT
-nests its layers: `<module>.base_layer.lora_A.weight` is one level deeper.
+peft 0.21.2 writes these names (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and the like are factors,
+`<module>.token_adapter.trainable_tokens_delta` holds trained rows, and `<module>.base_layer.<parameter>` and
+`<module>.<parameter>` hold whole parameters (embeddings, biases, modules_to_save). If several parameters of one module are
+adapted (target_parameters), PEFT nests its layers: `<module>.base_layer.lora_A.weight` is one level deeper.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from finetune_job.methods import INSIDE_PEFT
-from finetune_trainer.weights.errors import AdapterTensorDuplicateError, AdapterTensorUnknownError
+from finetune_trainer.weights.errors import AdapterTensorError
 from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
-"""Names of output layers for tasks other than the next token in transformers; PEFT saves them whole beside an adapter."""
+"""Names of transformers' output layers for tasks other than the next token. PEFT saves them whole with an adapter."""
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",
@@ -30,10 +30,10 @@ FACTOR_PARTS: Mapping[str, str] = {
     "lora_magnitude_vector": "lora_magnitude_vector",
     "lora_magnitude_vector.weight": "lora_magnitude_vector",
 }
-"""Parts as files name them, in older versions, too -> their kind."""
+"""Name of a part in files, including those of older PEFT versions -> its kind."""
 
 TOKENS_BASE = "token_adapter.base_layer"
-"""Prefix of the whole parameters of a module with trained rows, if they are saved, too."""
+"""Prefix of the whole parameters of a module with trained rows, if these are also saved."""
 WRAPPERS = ("modules_to_save", TOKENS_BASE, "base_layer")
 """Names that PEFT puts between a module's name and that of its parameter."""
 
@@ -42,7 +42,7 @@ _NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:
 
 @dataclass
 class ParsedAdapter:
-    """The tensors of one file by their kind. Modules are named as in the base model."""
+    """The tensors of one file, sorted by kind. Modules have the names that they have in the base model."""
 
     factors: dict[tuple[str, int], dict[str, TensorHeader]] = field(default_factory=dict)
     """Factors by module and depth of nesting, then by the values of FACTOR_PARTS."""
@@ -51,17 +51,15 @@ class ParsedAdapter:
     whole: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
     """Whole parameters by module and name, as in the module itself."""
     base_copies: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
-    """Whole parameters of the layers below an adapter: their values when the adapter was trained, or trained biases."""
+    """Whole parameters of the layers below an adapter. They are the values that the base had in training, or trained biases."""
 
 
 def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
-    """Sort an adapter's tensors by their names. Raises AdapterTensorUnknownError and AdapterTensorDuplicateError naming the
-    tensor.
-    """
+    """Sort an adapter's tensors by their names. Raises AdapterTensorError, which names the tensor."""
     parsed = ParsedAdapter()
     for name, tensor in adapter.items():
         if not name.startswith(INSIDE_PEFT):
-            raise AdapterTensorUnknownError(
+            raise AdapterTensorError(
                 f"adapter tensor {name}: PEFT's names begin with {INSIDE_PEFT!r}. Save the adapter with PEFT's save_pretrained."
             )
         path = name.removeprefix(INSIDE_PEFT)
@@ -80,7 +78,7 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
         elif match["part"] == TOKENS_PART and not match["nesting"]:
             _claim(parsed.tokens, match["module"], tensor)
         elif match["part"].startswith("lora_"):
-            raise AdapterTensorUnknownError(
+            raise AdapterTensorError(
                 f"adapter tensor {name}: {match['part']} is not a part of a LoRA, rsLoRA or DoRA adapter. Publish the adapter "
                 "alone (merge.enabled: false)."
             )
@@ -92,7 +90,7 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
 
 
 def whole_parameter(name: str) -> str | None:
-    """The parameter of the base model of which this adapter tensor has all values; None if it is a part of an adapter."""
+    """Return the path of the base parameter whose values are all in this adapter tensor; None if it is a part of an adapter."""
     if ".lora_" in name or not name.endswith((".weight", ".bias")):
         return None
     module, _, parameter = name.removeprefix(INSIDE_PEFT).rpartition(".")
@@ -100,18 +98,18 @@ def whole_parameter(name: str) -> str | None:
     return f"{module.removesuffix(f'.{wrapper}') if wrapper else module}.{parameter}"
 
 
-def absent_in_base(name: str, path: str) -> AdapterTensorUnknownError:
-    """Error of the adapter tensor `name`, whose parameter `path` the base model does not have."""
+def absent_in_base(name: str, path: str) -> AdapterTensorError:
+    """Return the error for the adapter tensor `name`, whose parameter `path` does not exist in the base model."""
     module = path.rpartition(".")[0]
     if module.rpartition(".")[2] in CLASSIFIER_HEADS:
-        return AdapterTensorUnknownError(
-            f"adapter tensor {name}: is the output layer of a classifier, and the base as a language model has none, so that "
-            "there is nothing to merge it into. Merge such an adapter with PEFT: load the base with "
+        return AdapterTensorError(
+            f"adapter tensor {name}: is the output layer of a classifier, which a language model does not have, so there is "
+            "nothing to merge it into. Merge such an adapter with PEFT: load the base with "
             "AutoModelForSequenceClassification or the class of its task, then PeftModel.from_pretrained and merge_and_unload."
         )
-    return AdapterTensorUnknownError(
-        f"adapter tensor {name}: the base model has nothing that {path} could change. The adapter was trained on another model "
-        "or another revision; give that one as the base."
+    return AdapterTensorError(
+        f"adapter tensor {name}: the base model has no parameter {path}. The adapter was trained on another model or another "
+        "revision; use that one as the base."
     )
 
 
@@ -121,14 +119,12 @@ def _claim(owners: dict[Key, TensorHeader], key: Key, tensor: TensorHeader) -> N
     owners[key] = tensor
 
 
-def _duplicate(first: TensorHeader, second: TensorHeader) -> AdapterTensorDuplicateError:
+def _duplicate(first: TensorHeader, second: TensorHeader) -> AdapterTensorError:
     names = sorted((first.name, second.name))
-    return AdapterTensorDuplicateError(
-        f"adapter tensors {names[0]} and {names[1]} both change the same thing. Save the adapter again."
-    )
+    return AdapterTensorError(f"adapter tensors {names[0]} and {names[1]} are the same part of the adapter. Save it again.")
 
 
-def _unnamed(name: str) -> AdapterTensorUnknownError:
-    return AdapterTensorUnknownError(
+def _unnamed(name: str) -> AdapterTensorError:
+    return AdapterTensorError(
         f"adapter tensor {name}: is not named as PEFT saves LoRA adapters. Save the adapter with PEFT's save_pretrained."
     )

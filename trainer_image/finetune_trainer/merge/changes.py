@@ -1,7 +1,7 @@
-"""Changes of one matrix of the base model by an adapter, as data: the planner makes them, `steps` carries them out.
+"""Describes changes of one matrix of the base model as data. The planner creates them, and `steps` carries them out.
 
-A stored tensor is one matrix or, where experts are stacked in it, several; each has a tuple of changes, applied in order. Headers
-name the tensors, so that nothing is read early.
+A stored tensor is one matrix, or several if experts are stacked in it. Each matrix has a tuple of changes, which are applied in
+order. Changes refer to tensors by their headers, so that no values are read early.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from finetune_trainer.weights.stored import ExpertPart
 
 
 class Orientation(StrEnum):
-    """How B@A, of shape (out, in), lies on the stored weight."""
+    """How the stored weight relates to B@A, which has the shape (out, in)."""
 
     LINEAR = "Linear"  # weight (out, in)
     CONV1D = "Conv1D"  # weight (in, out): transposed
-    EMBEDDING = "Embedding"  # weight (num_embeddings, dim): transposed, and rounded before it is added
+    EMBEDDING = "Embedding"  # weight (num_embeddings, dim): transposed, and B@A is rounded before it is added
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """W += scaling * B@A, with `magnitude` rescaled as DoRA does. a: (r, in), b: (out, r), magnitude: one per output."""
+    """Adds scaling * B@A to a weight; with `magnitude`, the sum is rescaled as in DoRA.
+
+    a: (r, in), b: (out, r), magnitude: (out,). With `part`, a and b hold the factors of all experts.
+    """
 
     a: TensorHeader
     b: TensorHeader
@@ -37,7 +40,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Addition:
-    """W += scaling * tensor of the same shape: the bias on lora_B."""
+    """Adds scaling * a tensor of the same shape, the bias of lora_B."""
 
     tensor: TensorHeader
     scaling: float
@@ -45,7 +48,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Rows `indices` are replaced by those of `tensor`, in order: trained tokens of an embedding."""
+    """Replaces the rows `indices` of an embedding by the rows of `tensor`, in order."""
 
     indices: tuple[int, ...]
     tensor: TensorHeader
@@ -53,46 +56,43 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ModuleMerge:
-    """PEFT's own layer of this method merges the module; the changed matrix is its `parameter`."""
+    """Has PEFT's own layer merge a module, of which `parameter` is the changed matrix."""
 
     module: str
     """Name of the module inside the base model."""
     layer: str
-    """Class of the base layer: Linear, Conv1D, Embedding, Conv2d and so on."""
+    """Class of the base layer, such as Linear, Conv1D, Embedding or Conv2d."""
     parameter: str
     base: Mapping[str, TensorHeader]
-    """The module's parameters by name, as stored."""
+    """Stored tensors of the module's parameters, by the parameter's name."""
     adapter: Mapping[str, TensorHeader]
     """The module's adapter tensors, by their names in the file."""
     config: Mapping[str, Any]
     """Content of adapter_config.json."""
     shared_extent: tuple[int, int] | None = None
-    """(out, in), each the largest of all adapted layers, if these share projections of that size."""
-
-    def __hash__(self) -> int:
-        return hash((self.module, self.parameter, tuple(self.adapter)))
+    """(out, in): the largest sizes among all adapted layers, if these share projections of that size (VeRA)."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """W becomes the weight with which a bitsandbytes layer of these settings computes: quantized and dequantized."""
+    """Quantizes and dequantizes a weight, which gives the weight with which a bitsandbytes layer of these settings computes."""
 
     quant_type: str
     """Type of the codes, nf4 or fp4."""
     double_quant: bool
     load_dtype: str
-    """Dtype in which the model was loaded before quantization; this and the next are bfloat16, float16 or float32."""
+    """Dtype in which the model was loaded before quantization: bfloat16, float16 or float32."""
     compute_dtype: str
-    """Dtype into which the layer dequantizes its weight."""
+    """Dtype into which the layer dequantizes its weight: bfloat16, float16 or float32."""
     is_transposed: bool = False
-    """Whether the weight is stored as (in, out), but quantized as (out, in): Conv1D."""
+    """Whether the weight is stored as (in, out), but quantized as (out, in), as for Conv1D."""
 
 
 Change = LowRank | Addition | TokenRows | ModuleMerge | Quantization
 
 
 def read_by(change: Change) -> tuple[TensorHeader, ...]:
-    """The adapter's tensors that are read to carry out `change`."""
+    """Return the adapter's tensors that are read to carry out `change`."""
     match change:
         case LowRank():
             return tuple(tensor for tensor in (change.a, change.b, change.magnitude) if tensor is not None)

@@ -1,7 +1,10 @@
-"""A check that matching an adapter's regular expressions ends, in a bounded process, before anything else uses them.
+"""Checks in a process with limits that matching an adapter's regular expressions ends, before anything else uses them.
 
-An adapter may come from anywhere, and a few characters, such as `(.*)*x`, keep a processor busy for years. Names without special
-characters, as most adapters have, are not tried.
+The process runs this module as a program. Its standard input is `{"parent": PID, "seconds": N, "expressions": [...],
+"modules": [...]}`, and it exits with 0 once all expressions are matched.
+
+The author of an adapter may be unknown, and a few characters such as `(.*)*x` can keep a processor busy for years. Names without
+special characters, which are usual, need no check.
 """
 
 from __future__ import annotations
@@ -14,38 +17,36 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from finetune_job.module_expressions import key_expression
-from finetune_trainer.processes.child import Child, start_answering, wait_for_answer
-from finetune_trainer.processes.sandbox import DATA_BYTES
+from finetune_trainer.processes.child import start_answering, wait_for_answer
+from finetune_trainer.processes.sandbox import DATA_BYTES, limit_this_process
+from finetune_trainer.processes.start import die_with, end
 from finetune_trainer.weights.errors import UnsupportedAdapterError
 
 CPU_SECONDS = 20
-"""Bound for all expressions of a field on all modules. Legitimate ones take milliseconds."""
+"""CPU time allowed for matching all expressions of a field against all modules. Ordinary expressions take milliseconds."""
 WALL_SECONDS = 600.0
-"""Wall-clock bound, for a machine that gives a process a thirtieth of a CPU."""
+"""Time allowed for the same, on a machine that gives the process only a thirtieth of a CPU."""
 _PLAIN = re.compile(r"[\w.\-/]*")
 _SHOWN = 80
 
 
 def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Match all expressions within bounds. modules: names inside the base model.
+    """Match all expressions within limits. modules: their names in the base model.
 
-    Raises UnsupportedAdapterError naming the field of adapter_config.json. An invalid expression fails where it is used.
+    Raises UnsupportedAdapterError, which names the field of adapter_config.json. Invalid expressions fail later, where they are
+    used.
     """
     for field, written, expressions in _expressions(config):
-        end = wait_for_answer(_trial(expressions, modules), WALL_SECONDS)
-        if not end.has_answered:
+        request = {"parent": os.getpid(), "seconds": CPU_SECONDS, "expressions": expressions, "modules": [*modules]}
+        # This starts a program instead of a fork, because a merge has threads.
+        command = [sys.executable, "-m", "finetune_trainer.merge.expressions"]
+        outcome = wait_for_answer(start_answering(command, os.environ, json.dumps(request).encode(), 1), WALL_SECONDS)
+        if not outcome.has_answered:
             raise UnsupportedAdapterError(
                 f"adapter_config.json: {field} is {written[:_SHOWN]!r}: matching it against the names of {len(modules)} modules "
-                f"takes more than {CPU_SECONDS} s of CPU time, or more than {DATA_BYTES >> 30} GiB of memory. Write names of "
-                "modules there, as the adapter's tensors have them."
+                f"takes more than {CPU_SECONDS} s of CPU time, or more than {DATA_BYTES >> 30} GiB of memory. List the modules "
+                "by the names that they have in the adapter's tensors."
             )
-
-
-def _trial(expressions: Collection[str], modules: Collection[str]) -> Child:
-    """Start the trial as a program, because a merge has threads."""
-    order = {"parent": os.getpid(), "seconds": CPU_SECONDS, "expressions": [*expressions], "modules": [*modules]}
-    command = [sys.executable, "-m", "finetune_trainer.merge.expression_trial"]
-    return start_answering(command, os.environ, json.dumps(order).encode(), 1)
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
@@ -66,3 +67,22 @@ def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str
         special = [name for name in names if isinstance(name, str) and not _PLAIN.fullmatch(name)]
         if special:
             yield field, special[0], [form(name) for name in special]
+
+
+def main() -> int:
+    request = json.load(sys.stdin)
+    die_with(request["parent"])
+    limit_this_process(request["seconds"])
+    for expression in request["expressions"]:
+        try:
+            compiled = re.compile(expression)
+        except (re.error, RecursionError, OverflowError):
+            continue
+        for module in request["modules"]:
+            compiled.match(module)
+            compiled.fullmatch(module)
+    return 0
+
+
+if __name__ == "__main__":
+    end(main())

@@ -1,7 +1,7 @@
-"""The input directories as a plan: base and adapters are read, identified by content, and watched for changes.
+"""Reads base and adapters, plans their merge, identifies them by their content, and notices changes of them.
 
-Of weights only headers are read, except if an adapter claims to hold some values twice. Weights of the base are identified by
-their files' headers, ends, sizes and times, because hashing them would take as long as the merge.
+Only headers of weights are read, and values only if they may be stored twice. The base's weights are identified by the headers,
+ends, sizes and times of their files, because hashing them would take as long as the merge.
 """
 
 from __future__ import annotations
@@ -23,15 +23,9 @@ from finetune_trainer.merge.adapter_settings import AdapterHeaders
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.expressions import require_expressions_that_end
 from finetune_trainer.merge.plan import MergePlan, merge_plan
-from finetune_trainer.weights.errors import (
-    AdapterTensorDuplicateError,
-    BrokenCheckpointError,
-    InputChangedError,
-    UnsupportedAdapterError,
-)
+from finetune_trainer.weights.errors import AdapterTensorError, BrokenCheckpointError, InputChangedError, UnsupportedAdapterError
 from finetune_trainer.weights.headers import (
     ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
     CONFIG_FILE,
     TensorHeader,
     read_adapter,
@@ -48,34 +42,34 @@ TOKENIZER_FILE = "tokenizer.json"
 ADDED_TOKENS_FILE = "added_tokens.json"
 
 FINGERPRINT_BYTES = 64 << 10
-"""Bytes that are read from each end of every base shard to distinguish models of equal layout."""
+"""Number of bytes at each end of every base shard that are hashed, to distinguish models of the same layout."""
 
 MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, re.error)
-"""Errors from reading a setting of another type than expected."""
+"""Errors that are raised if a setting does not have the expected type."""
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
-"""Part on the output embeddings -> the part on the input embeddings of which it is the transpose."""
+"""Part of an adapter on output embeddings -> the part on tied input embeddings of which it is the transpose."""
 _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
-"""Parts of a module with trained rows."""
+"""Parts that an adapter holds of a module with trained rows."""
 
 
 def plan_merge(
     base: Path, adapters: Sequence[Path], dtype: str | None, max_shard_bytes: int, quantization: Quantization | None = None
 ) -> MergePlan:
-    """Plan a merge from headers and configurations only, which is cheap enough for preflight. Raises MergeError.
+    """Plan a merge from headers and configurations, which is fast enough for preflight. Raises MergeError.
 
-    quantization: merge into the base as a training with these settings saw it; None: into the base as stored.
+    quantization: merge into the base as a training with these settings quantized it; None: merge into the base as stored.
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)
     quantized: dict[str, Quantization] = {}
     if quantization is not None:
-        # Imports transformers, which takes more memory than the merge itself, so only if it is needed.
+        # This imports transformers, which takes more memory than the merge itself.
         from finetune_trainer.merge.quantized_base import quantized_tensors
 
         quantized = quantized_tensors(base, model, quantization)
     try:
-        # Checked before any values are compared, whose number is up to the adapter's file.
+        # This refuses files with too many rows before any values are compared.
         model = with_adapters_vocabulary(model, adapters)
         headers = [read_adapter_headers(adapter, model) for adapter in adapters]
         modules = {path.rpartition(".")[0] for path in model.parameters}
@@ -91,36 +85,37 @@ def plan_merge(
             quantized=quantized,
         )
     except MALFORMED_SETTING_ERRORS as error:
-        # Settings are read as PEFT writes them; one of another type fails where it is used.
+        # The code expects the types that PEFT writes. A setting of another type fails where it is used.
         files = ", ".join(str(adapter / ADAPTER_CONFIG_FILE) for adapter in adapters)
         raise UnsupportedAdapterError(
             f"{files}: holds a value of a kind that PEFT does not write ({type(error).__name__}: {str(error)[:300]}). "
-            "Take the file that was saved with the adapter."
+            "Use the file that was saved with the adapter."
         ) from error
 
 
 def with_adapters_vocabulary(model: StoredModel, adapters: Sequence[Path]) -> StoredModel:
-    """The model with embeddings as large as in the adapters. Raises as `with_saved_vocabulary` and `read_adapter` do."""
+    """Return the model with embeddings as large as in the adapters. Raises what with_saved_vocabulary and read_adapter raise."""
     return with_saved_vocabulary(model, [read_adapter(adapter).tensors for adapter in adapters])
 
 
 def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | None) -> Path:
-    """Directory of the merged model's tokenizer: the last adapter's that has one, else the base's.
+    """Return the directory of the merged model's tokenizer: the last adapter that has a tokenizer, else the base.
 
-    num_rows: of enlarged embeddings; then tokens were added, and an adapter's tokenizer with fewer tokens than the base's is not
-    the one of this training. None: they are not enlarged. Raises UnsupportedAdapterError for a tokenizer whose tokens have no
-    rows.
+    num_rows: number of rows of enlarged embeddings; None: the embeddings are not enlarged. If they are, tokens were added, so an
+    adapter's tokenizer with fewer tokens than the base's does not belong to this training. Raises UnsupportedAdapterError for a
+    tokenizer with more tokens than rows.
     """
-    with_tokenizer = [adapter for adapter in reversed(adapters) if _has_tokenizer(adapter)]
+    files = (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE)
+    with_tokenizer = [adapter for adapter in reversed(adapters) if any((adapter / name).exists() for name in files)]
     if num_rows is None:
-        return next(iter(with_tokenizer), base)
+        return _fitting_tokenizer(base, with_tokenizer)
     known = num_tokens(base)
     for adapter in with_tokenizer:
         count = num_tokens(adapter)
         if count > num_rows:
             raise UnsupportedAdapterError(
                 f"{adapter / TOKENIZER_FILE}: the tokenizer has {count} tokens, but the adapter's embeddings have {num_rows} "
-                "rows: the model would fail at the others. Give the tokenizer that the adapter was trained with."
+                "rows: the model would fail on the other tokens. Use the tokenizer that the adapter was trained with."
             )
         if count >= known:
             return adapter
@@ -133,51 +128,70 @@ def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | No
     return base
 
 
-def _has_tokenizer(directory: Path) -> bool:
-    return any((directory / name).exists() for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE))
+def _fitting_tokenizer(base: Path, with_tokenizer: Sequence[Path]) -> Path:
+    """Return the first directory whose tokenizer has no tokens beyond the base's embeddings; the base's is the last resort.
+
+    A program that adds a padding token to the tokenizer, and no row to the embeddings, saves such a tokenizer with the adapter.
+    """
+    config = read_json(base / CONFIG_FILE)
+    sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    rows = next((size for size in sizes if isinstance(size, int)), None)
+    for adapter in with_tokenizer:
+        count = num_tokens(adapter)
+        if rows is None or count <= rows:
+            return adapter
+        log.warning(
+            "%s: the tokenizer has %d tokens, and the model has embeddings for %d: it would fail on the others. The merged model "
+            "gets the base's tokenizer. To keep the added tokens, train them with resized embeddings.",
+            adapter,
+            count,
+            rows,
+        )
+    return base
 
 
 def num_tokens(directory: Path) -> int:
-    """Highest token id of the directory's tokenizer plus one; 0 if it names no tokens. Raises MergeError.
+    """Return the highest token id of the directory's tokenizer plus one; 0 if its files list no tokens. Raises MergeError.
 
-    Of a tokenizer with its own vocabulary format instead of tokenizer.json, only added tokens are known.
+    For a tokenizer with its own vocabulary format instead of tokenizer.json, only added tokens count.
     """
-    try:
-        return 1 + max((number for number in _token_ids(directory) if isinstance(number, int)), default=-1)
-    except MALFORMED_SETTING_ERRORS as error:
-        raise BrokenCheckpointError(
-            f"{directory}: its tokenizer's files hold something else than a tokenizer ({type(error).__name__}: "
-            f"{str(error)[:300]}). Save the tokenizer again."
-        ) from error
-
-
-def _token_ids(directory: Path) -> Iterator[Any]:
     tokenizer, settings, added = (
         read_json(directory / name) if (directory / name).is_file() else {}
         for name in (TOKENIZER_FILE, TOKENIZER_CONFIG_FILE, ADDED_TOKENS_FILE)
     )
-    vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
-    yield from vocabulary.values() if isinstance(vocabulary, Mapping) else [len(vocabulary) - 1]
-    yield from (token["id"] for token in tokenizer.get("added_tokens") or ())
-    yield from (int(number) for number in settings.get("added_tokens_decoder") or ())
-    yield from added.values()
+    try:
+        vocabulary = (tokenizer.get("model") or {}).get("vocab") or {}
+        ids = [*vocabulary.values()] if isinstance(vocabulary, Mapping) else [len(vocabulary) - 1]
+        ids += (token["id"] for token in tokenizer.get("added_tokens") or ())
+        ids += (int(number) for number in settings.get("added_tokens_decoder") or ())
+        ids += added.values()
+        return 1 + max((number for number in ids if isinstance(number, int)), default=-1)
+    except MALFORMED_SETTING_ERRORS as error:
+        raise BrokenCheckpointError(
+            f"{directory}: the files of the tokenizer are malformed ({type(error).__name__}: {str(error)[:300]}). Save the "
+            "tokenizer again."
+        ) from error
 
 
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
-    """Read an adapter. model: of the base. Raises BrokenCheckpointError, MergeError."""
+    """Read an adapter, without copies of values that are stored elsewhere. model: the base. Raises MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     tensors = _without_second_copies(read_adapter(directory).tensors)
-    for name in list(_unchanged(tensors, model)):
-        del tensors[name]
+    # PEFT also saves embeddings that were not trained. Copies of the base's values are left out.
+    for tie in model.ties:
+        stored = model.parameters[tie.source].parts[0].header
+        for name in (f"{INSIDE_PEFT}{path}" for path in tie.paths):
+            if name in tensors and have_same_values(tensors[name], stored):
+                del tensors[name]
     return AdapterHeaders(tensors, config, frozenset(_copies(tensors, model, config)))
 
 
 def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Remove the further names that PEFT writes for a parameter of a module that it saves whole; its plain name stays.
+    """Return the tensors with only one name for each parameter of a module that PEFT saves whole: its plain name.
 
     With `save_embedding_layers`, or after a resize of the vocabulary, files hold embeddings as `<module>.weight`, again as
-    `<module>.modules_to_save.weight`, and with their values before the training as `<module>.original_module.weight`; with bias
-    "all" also biases. Raises AdapterTensorDuplicateError for a copy that differs.
+    `<module>.modules_to_save.weight`, and with their values before the training as `<module>.original_module.weight`. The same
+    holds for biases if bias is "all". Raises AdapterTensorError if the first two differ.
     """
     kept = dict(tensors)
     for name, tensor in tensors.items():
@@ -186,8 +200,8 @@ def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, Ten
             continue
         own = tensors.get(f"{module}.{part}")
         if own is not None and not have_same_values(tensor, own):
-            raise AdapterTensorDuplicateError(
-                f"adapter tensors {own.name} and {name} are the same parameter, but differ. Save the adapter again."
+            raise AdapterTensorError(
+                f"adapter tensors {own.name} and {name} are the same parameter, but their values differ. Save the adapter again."
             )
         del kept[name]
         kept[f"{module}.{part}"] = own or tensor
@@ -196,9 +210,9 @@ def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, Ten
 
 
 def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any]) -> Iterator[str]:
-    """Names of tensors of modules that have the same adapter or the same saved values as the module that they are tied to.
+    """Yield the names of tensors of a module that has the same adapter or saved values as the module to which it is tied.
 
-    config: adapter_config.json. If it does not say that they were trained as one, only whole parameters and trained rows of the
+    config: adapter_config.json. Unless it says that both were trained together, only whole parameters and trained rows of the
     same tokens are compared.
     """
     are_tied = bool(config.get("ensure_weight_tying"))
@@ -207,88 +221,73 @@ def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Map
     for tie in model.ties:
         first, *others = (f"{INSIDE_PEFT}{path.rpartition('.')[0]}." for path in tie.paths)
         for prefix in others:
-            own = {name: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            parts = {name.removeprefix(prefix) for name in own}
-            is_asked = are_tied or parts == {"weight"} or (are_same_rows and parts <= _ROWS and len(parts) > 1)
-            if own and is_asked and all(_is_copy(name, tensor, prefix, first, tensors) for name, tensor in own.items()):
+            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            is_compared = are_tied or own.keys() == {"weight"} or (are_same_rows and own.keys() <= _ROWS and len(own) > 1)
+            originals = {part: tensors.get(first + _TRANSPOSED.get(part, part)) for part in own}
+            if own and is_compared and all(_is_copy(tensor, originals[part], part) for part, tensor in own.items()):
                 yield from (tensor.name for tensor in own.values())
 
 
-def _unchanged(tensors: Mapping[str, TensorHeader], model: StoredModel) -> Iterator[str]:
-    """Names of whole tied parameters with the base's own values: PEFT also saves embeddings that were not trained."""
-    for tie in model.ties:
-        stored = model.parameters[tie.source].parts[0].header
-        for path in tie.paths:
-            name = f"{INSIDE_PEFT}{path}"
-            if name in tensors and have_same_values(tensors[name], stored):
-                yield name
-
-
-def _is_copy(name: str, tensor: TensorHeader, prefix: str, first: str, tensors: Mapping[str, TensorHeader]) -> bool:
-    part = name.removeprefix(prefix)
-    original = tensors.get(first + _TRANSPOSED.get(part, part))
+def _is_copy(tensor: TensorHeader, original: TensorHeader | None, part: str) -> bool:
     if original is None or original.dtype != tensor.dtype:
         return False
-    return _are_transposes(tensor, original) if part in _TRANSPOSED else have_same_values(tensor, original)
-
-
-def _are_transposes(first: TensorHeader, second: TensorHeader) -> bool:
-    # Imported here, since merges without comparisons copy bytes before torch is imported.
+    if part not in _TRANSPOSED:
+        return have_same_values(tensor, original)
+    # Imported only for a comparison: without one, a merge starts to copy bytes before torch is imported.
     import torch
 
-    from finetune_trainer.weights.rounding import TORCH_DTYPES
+    from finetune_trainer.merge.sources import Sources
 
-    values = []
-    for tensor in (first, second):
-        with tensor.file.open("rb") as file:
-            file.seek(tensor.offset)
-            data = bytearray(file.read(tensor.num_bytes))
-        values.append(torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype]).view(tensor.shape))
-    return torch.equal(values[0], values[1].T)
+    sources = Sources({tensor.file, original.file})
+    try:
+        return torch.equal(sources.tensor(tensor), sources.tensor(original).T)
+    finally:
+        sources.close()
 
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """The input files by role and name, such as `adapter-1/adapter_config.json`."""
+    """The input files. Keys are role and name, such as `adapter-1/adapter_config.json`."""
 
     base_weights: dict[str, Path]
     others: dict[str, Path]
     states: dict[str, tuple[int, int]]
-    """Size and time of last change in ns, as first seen."""
+    """Size, and time of the last change in ns, when the merge started."""
 
     @classmethod
     def of(cls, base: Path, adapters: Sequence[Path]) -> MergeInputs:
-        """The files as they are now."""
+        """Return the files with their present sizes and times."""
         weights = {f"base/{name}": base / name for name in read_checkpoint(base).file_bytes}
         others = {f"base/{CONFIG_FILE}": base / CONFIG_FILE}
         for number, adapter in enumerate(adapters, start=1):
-            others |= {f"adapter-{number}/{name}": adapter / name for name in (ADAPTER_FILE, ADAPTER_CONFIG_FILE)}
+            files = (*read_adapter(adapter).file_bytes, ADAPTER_CONFIG_FILE)
+            others |= {f"adapter-{number}/{name}": adapter / name for name in files}
         return cls(weights, others, {name: _state(path) for name, path in (weights | others).items()})
 
     def digests(self) -> dict[str, str]:
-        """Digests that enter the plan's digest: sha256 of the adapters' whole files and of the ends of the base's files."""
+        """Return what enters the plan's digest: the sha256 of the adapters' files, and of the ends of the base's weights."""
         return {name: _fingerprint(path) for name, path in self.base_weights.items()} | {
             name: file_sha256(path) for name, path in self.others.items()
         }
 
     def identity(self) -> dict[str, list[int]]:
-        """`states` as JSON, which must be equal for a merge to continue an earlier one."""
+        """Return `states` as JSON. A merge continues an earlier one only if they are equal."""
         return {name: list(state) for name, state in self.states.items()}
 
     def require_unchanged(self, digests: dict[str, str]) -> None:
-        """Check that no file has changed since `of`. digests: from then. Raises InputChangedError naming the file."""
+        """Check that no file has changed since `of`. digests: from that time. Raises InputChangedError, which names the file."""
         for name, path in (self.base_weights | self.others).items():
             try:
                 is_same = _state(path) == self.states[name]
                 is_same &= name not in self.base_weights or _fingerprint(path) == digests[name]
             except (OSError, BrokenCheckpointError) as error:
                 raise InputChangedError(
-                    f"{path}: cannot be read any more ({error}). Keep the inputs until the merge is done."
+                    f"{path}: can no longer be read ({error}). Keep the inputs until the merge is done."
                 ) from error
             if not is_same:
                 raise InputChangedError(
-                    f"{path}: was written to while it was merged, so that the result would be of neither. It is discarded; merge "
-                    "again when nothing writes to the inputs."
+                    f"{path}: changed while it was merged, so the result would mix two versions. It is discarded; merge again "
+                    "when nothing writes to the inputs."
                 )
 
 
@@ -298,7 +297,7 @@ def _state(path: Path) -> tuple[int, int]:
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except OSError as error:
-        raise BrokenCheckpointError(f"{path}: cannot be looked at ({error.strerror}). Fetch or save it again.") from error
+        raise BrokenCheckpointError(f"{path}: cannot be read ({error.strerror}). Fetch or save it again.") from error
     return status.st_size, status.st_mtime_ns
 
 

@@ -1,8 +1,8 @@
-"""The durable part of an unfinished output: an append-only file beside the output, which is also the output's lock.
+"""Records which bytes of an unfinished output are durable, in an append-only file next to it that is also the output's lock.
 
-One line per record: a checksum, a space, JSON. The first names the plan and the inputs; every other one a file, a number of bytes
-and their sha256, and is written only after a sync of that file. So a readable line is true of the disk, whenever the process or
-the machine stopped; a torn last line is ignored. Called by writer.py; journal_writer.py makes the records.
+A line has a checksum, a space and a record as JSON. The first record names the plan and the inputs. Every other record names a
+file, a number of bytes and their sha256, and is written after that file is synced. So every readable line is true, whenever the
+process or the machine stopped. An incomplete last line is ignored. writer.py opens the journal, and stream.py adds records.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True)
 class Durable:
-    """The first `num_bytes` of a file, header included, are on disk and have this sha256."""
+    """A durable part of a file: its first `num_bytes`, header included, and their sha256."""
 
     num_bytes: int
     sha256: str
@@ -52,9 +52,9 @@ class Journal:
             with translate_os_errors(path, "read"):
                 records, num_bytes = _read_records(path)
             self.is_continued = bool(records) and records[0] == head
-            """Whether the output beside it belongs to this merge, which was begun before."""
+            """Whether an earlier merge with the same plan and inputs has begun this output."""
             self.durable: dict[str, Durable] = {}
-            """Durable parts by file name, when the journal was opened."""
+            """Durable parts when the journal was opened, by file name."""
             if self.is_continued:
                 for record in records[1:]:
                     self.durable[record["file"]] = Durable(record["num_bytes"], record["sha256"])
@@ -69,13 +69,13 @@ class Journal:
             raise
 
     def record(self, file_name: str, durable: Durable) -> None:
-        """Record what the caller has just synced."""
+        """Record a part of a file that the caller has just synced."""
         with self._appending:
             self._append({"file": file_name, "num_bytes": durable.num_bytes, "sha256": durable.sha256})
             self.has_records = True
 
     def remove(self) -> None:
-        """Delete the file, then release the lock: the recorded files have their final names, or are gone."""
+        """Delete the journal, then release the lock. The recorded files have got their final names or were deleted."""
         self.path.unlink(missing_ok=True)
         self.close()
 
@@ -86,7 +86,8 @@ class Journal:
             self._descriptor = -1
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        line = _journal_line(record)
+        text = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+        line = _checksum(text) + b" " + text + b"\n"
         with translate_os_errors(self.path, "written"):
             write_all(self._descriptor, memoryview(line), self._position)
             os.fsync(self._descriptor)
@@ -94,7 +95,7 @@ class Journal:
 
 
 def _lock(path: Path) -> int:
-    """Open or create the file at `path` and lock it; returns its descriptor."""
+    """Open or create the file at `path`, and lock it. Return its descriptor."""
     while True:
         with translate_os_errors(path, "written"):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -103,15 +104,15 @@ def _lock(path: Path) -> int:
         except BlockingIOError as error:
             os.close(descriptor)
             raise OutputBusyError(
-                f"{path}: another merge into the same output holds it. Wait for that one to end, or choose another output."
+                f"{path}: another merge into the same output holds the lock. Wait until it ends, or choose another output."
             ) from error
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 os.close(descriptor)
                 raise
-            log.warning("%s: this file system has no locks; nothing else may merge into the same output meanwhile", path)
+            log.warning("%s: this file system has no locks; do not start another merge into the same output meanwhile", path)
             return descriptor
-        # The previous holder may have deleted the file after it was opened here; then no other process would see this lock.
+        # If the previous holder deleted the file after it was opened here, no other process would see this lock.
         try:
             if os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor
@@ -120,18 +121,17 @@ def _lock(path: Path) -> int:
         os.close(descriptor)
 
 
-def _journal_line(record: Mapping[str, Any]) -> bytes:
-    text = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-    return hashlib.sha256(text).hexdigest()[:_CHECKSUM_CHARACTERS].encode() + b" " + text + b"\n"
+def _checksum(text: bytes) -> bytes:
+    return hashlib.sha256(text).hexdigest()[:_CHECKSUM_CHARACTERS].encode()
 
 
 def _read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The records before the first damaged one, and their bytes."""
+    """Return the records before the first damaged one, and the number of their bytes."""
     records: list[dict[str, Any]] = []
     num_bytes = 0
     for line in read_own(path).splitlines(keepends=True):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or hashlib.sha256(text).hexdigest()[:_CHECKSUM_CHARACTERS].encode() != checksum:
+        if not line.endswith(b"\n") or _checksum(text) != checksum:
             break
         records.append(json.loads(text))
         num_bytes += len(line)

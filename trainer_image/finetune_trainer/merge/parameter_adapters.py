@@ -1,11 +1,9 @@
-"""Adapters on parameters of a model rather than on its modules: PEFT's target_parameters, above all fused experts.
+"""Finds the changes by adapters on parameters instead of modules (PEFT's target_parameters), most of which are fused experts.
 
-In: headers of the base (StoredModel) and of the adapter. Out: changes of stored matrices, and the adapter tensors that they use.
-
-PEFT 0.21.2 wraps a module once for each of its adapted parameters, so that tensors are named by their nesting: with gate_up and
+PEFT 0.21.2 wraps a module once for each of its adapted parameters, and the names of tensors show the nesting: with gate_up and
 down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to gate_up
 (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses when
-it loads them (utils/transformers_weight_conversion.py); they are merged with the same bits.
+it loads them (utils/transformers_weight_conversion.py). They are merged with the same bits.
 """
 
 from __future__ import annotations
@@ -19,12 +17,7 @@ from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.merge.adapter_settings import AdapterSettings
 from finetune_trainer.merge.changes import LowRank, Orientation
 from finetune_trainer.merge.factors import check_shapes
-from finetune_trainer.weights.errors import (
-    AdapterTensorMissingError,
-    TiedWeightsError,
-    UnsupportedAdapterError,
-    UnsupportedBaseError,
-)
+from finetune_trainer.weights.errors import AdapterTensorError, TiedWeightsError, UnsupportedAdapterError, UnsupportedBaseError
 from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import ExpertPart, ExpertProjection, StoredModel, StoredParameter
 
@@ -33,21 +26,23 @@ PARAMETER_ORDER = (
 )  # fmt: skip
 """Order in which modules of transformers 5.23 register parameters of these names, which decides how PEFT nests its wrappers."""
 ROUTER = "gate"
-"""The router's module where PEFT converts old adapters: a linear layer then, a module with a bare parameter now."""
+"""Name of the router in models whose old adapters PEFT converts. It was a linear layer, and now is a module with a parameter."""
 
 _FACTOR = re.compile(rf"{re.escape(INSIDE_PEFT)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 
 WrapperKey = tuple[str, int]
-"""Module by the model's own path, and the number of wrappers around the adapter."""
+"""The module's path in the model, and the number of wrappers around the adapter."""
 
 
 @dataclass(frozen=True)
 class MatrixChange:
     """The change of one matrix of a stored tensor by an adapter."""
 
+    path: str
+    """Path of the parameter in the model."""
     stored: TensorHeader
     matrix: int
-    """Index within a stored stack of experts; otherwise 0."""
+    """Index of the matrix in a stored stack of experts; 0 if the tensor is not a stack."""
     change: LowRank
 
 
@@ -58,36 +53,38 @@ class ParameterChanges:
     changes: list[MatrixChange] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
-    """The parameters, by the model's own paths."""
+    """Paths of the changed parameters in the model."""
 
 
 @dataclass
 class _FactorPair:
-    """Factors of one wrapper, by their letter."""
+    """The factors A and B of one wrapper."""
 
     module: str
     """Name of the module in the adapter."""
     factors: dict[str, TensorHeader] = field(default_factory=dict)
 
     def both(self) -> tuple[TensorHeader, TensorHeader]:
-        """A and B. Raises AdapterTensorMissingError."""
+        """Return A and B. Raises AdapterTensorError if one is missing."""
         for letter in "AB":
             if letter not in self.factors:
                 other = next(iter(self.factors.values())).name
-                raise AdapterTensorMissingError(
-                    f"adapter tensor lora_{letter} next to {other} is missing. Save the adapter again."
-                )
+                raise AdapterTensorError(f"adapter tensor lora_{letter} is missing for {other}. Save the adapter again.")
         return self.factors["A"], self.factors["B"]
 
 
 def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], settings: AdapterSettings) -> ParameterChanges:
-    """Assign the adapter tensors that belong to parameters; the others are left to the caller.
+    """Return the changes by those adapter tensors that belong to parameters. The others belong to modules.
 
-    Raises AdapterTensorMissingError, AdapterTensorMisshapedError, TiedWeightsError, UnsupportedAdapterError,
-    UnsupportedBaseError.
+    Raises AdapterTensorError, TiedWeightsError, UnsupportedAdapterError, UnsupportedBaseError.
     """
     result = ParameterChanges()
-    pairs = _factor_pairs(stored, adapter)
+    pairs: dict[WrapperKey, _FactorPair] = {}
+    for name, tensor in adapter.items():
+        match = _FACTOR.fullmatch(name)
+        if match:
+            key = stored.module(match["module"]), match["nest"].count(".")
+            pairs.setdefault(key, _FactorPair(match["module"])).factors[match["factor"]] = tensor
     targeted = _targeted(stored, settings, pairs)
     if targeted and settings.use_dora:
         raise UnsupportedAdapterError(
@@ -98,7 +95,7 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
         for depth, parameter in enumerate(reversed(parameters)):
             pair = pairs.pop((module, depth), None)
             if pair is None:
-                raise AdapterTensorMissingError(
+                raise AdapterTensorError(
                     f"the adapter holds no tensor {INSIDE_PEFT}{module}{'.base_layer' * depth}.lora_A.weight, although "
                     f"target_parameters {list(settings.target_parameters)!r} covers {parameter.path}: the adapter was saved "
                     "incompletely. Save it again from all ranks."
@@ -108,20 +105,10 @@ def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], 
     return result
 
 
-def _factor_pairs(stored: StoredModel, adapter: Mapping[str, TensorHeader]) -> dict[WrapperKey, _FactorPair]:
-    pairs: dict[WrapperKey, _FactorPair] = {}
-    for name, tensor in adapter.items():
-        match = _FACTOR.fullmatch(name)
-        if match:
-            key = stored.module(match["module"]), match["nest"].count(".")
-            pairs.setdefault(key, _FactorPair(match["module"])).factors[match["factor"]] = tensor
-    return pairs
-
-
 def _targeted(
     stored: StoredModel, settings: AdapterSettings, pairs: Mapping[WrapperKey, _FactorPair]
 ) -> dict[str, list[StoredParameter]]:
-    """Adapted parameters by module, in the order in which the module registers them."""
+    """Return the adapted parameters of each module, in the order in which the module registers them."""
     targeted: dict[str, list[StoredParameter]] = defaultdict(list)
     for path, parameter in stored.parameters.items():
         module, _, name = path.rpartition(".")
@@ -136,16 +123,16 @@ def _targeted(
             if tie is not None:
                 raise TiedWeightsError(
                     f"adapter_config.json: target_parameters cover {parameter.path}, which shares its memory with {tie.paths}. "
-                    "PEFT changes one of them in training and all of them in a merge. Untie them before training, or leave it "
-                    "out."
+                    "PEFT changes one of them in training and all of them in a merge. Untie them before training, or remove the "
+                    "parameter from target_parameters."
                 )
         names = [parameter.path.rpartition(".")[2] for parameter in parameters]
         if len(names) == 1:
             continue
         if not set(names) <= set(PARAMETER_ORDER):
             raise UnsupportedAdapterError(
-                f"adapter_config.json: target_parameters cover {names} of {module}; it is not known in which order PEFT nests "
-                f"adapters on these, only on {list(PARAMETER_ORDER)}. Adapt one parameter of a module at a time."
+                f"adapter_config.json: target_parameters cover {names} of {module}; the order in which PEFT nests adapters is "
+                f"known only for {list(PARAMETER_ORDER)}. Adapt one parameter of a module at a time."
             )
         parameters.sort(key=lambda parameter: PARAMETER_ORDER.index(parameter.path.rpartition(".")[2]))
     return dict(targeted)
@@ -158,7 +145,7 @@ def _add(
     factors: tuple[TensorHeader, TensorHeader],
     settings: AdapterSettings,
 ) -> None:
-    """Add PEFT's one adapter on a whole parameter: a (experts * r, in), b (out, r * experts)."""
+    """Add an adapter on a whole parameter. Its factors are A (experts * r, in) and B (out, r * experts)."""
     a, b = factors
     shape = parameter.shape
     if len(shape) not in (2, 3):
@@ -169,8 +156,8 @@ def _add(
     is_transposed = len(shape) == 3 and stored.family.has_transposed_experts
     if is_transposed and num_experts == 1:
         raise UnsupportedAdapterError(
-            f"adapter tensor {a.name}: PEFT cannot merge an adapter on a single expert that is stored as (in, out), which "
-            f"{parameter.path} is. Publish the adapter alone (merge.enabled: false)."
+            f"adapter tensor {a.name}: {parameter.path} is a single expert that is stored as (in, out), for which PEFT cannot "
+            "merge an adapter. Publish the adapter alone (merge.enabled: false)."
         )
     orientation = Orientation.CONV1D if is_transposed else Orientation.LINEAR
     num_out, num_in = (shape[-1], shape[-2]) if is_transposed else (shape[-2], shape[-1])
@@ -180,7 +167,7 @@ def _add(
     for part in parameter.parts:
         for matrix, expert_part in enumerate(parameter.expert_parts(part)):
             change = LowRank(a, b, None, settings.scaling(parameter.path), orientation, expert_part)
-            result.changes.append(MatrixChange(part.header, matrix, change))
+            result.changes.append(MatrixChange(parameter.path, part.header, matrix, change))
     result.used |= {a.name, b.name}
     result.paths.add(parameter.path)
 
@@ -188,7 +175,7 @@ def _add(
 def _add_single_experts(
     result: ParameterChanges, stored: StoredModel, pairs: Mapping[WrapperKey, _FactorPair], settings: AdapterSettings
 ) -> None:
-    """Add factors of one projection of one expert each, which PEFT fuses: a (r, in), b (rows of the projection, r)."""
+    """Add adapters on single projections of single experts, which PEFT fuses: A (r, in), B (rows of the projection, r)."""
     fused: dict[str, dict[tuple[int, int], tuple[ExpertProjection, _FactorPair]]] = defaultdict(dict)
     for (_, depth), pair in pairs.items():
         projection = stored.projection(f"{pair.module}.weight") if depth == 0 else None
@@ -202,7 +189,7 @@ def _add_single_experts(
             if part is None:
                 raise UnsupportedBaseError(
                     f"adapter tensor {a.name}: adapts one projection of one expert, but the base stores {path} as one tensor. "
-                    "Give the base as published, with a tensor for each expert, or load the adapter with PEFT 0.21 and save it "
+                    "Use the published base, which has a tensor for each expert, or load the adapter with PEFT 0.21 and save it "
                     "again."
                 )
             rank = settings.rank(pair.module)
@@ -211,7 +198,7 @@ def _add_single_experts(
             others = projection.count - 1 - projection.index
             expert_part = ExpertPart(0, 1, 0, zeros_before=projection.index * rank, zeros_after=others * rank)
             change = LowRank(a, b, None, settings.scaling(pair.module), Orientation.LINEAR, expert_part)
-            result.changes.append(MatrixChange(part.header, 0, change))
+            result.changes.append(MatrixChange(path, part.header, 0, change))
             result.used |= {a.name, b.name}
 
 
@@ -221,7 +208,7 @@ def _require_fusable(
     members: Mapping[tuple[int, int], tuple[ExpertProjection, _FactorPair]],
     settings: AdapterSettings,
 ) -> None:
-    """Refuse factors that PEFT cannot fuse, or fuses to something other than what was trained."""
+    """Raise an error for factors that PEFT cannot fuse, or fuses into an adapter that differs from the trained one."""
     projection, pair = next(iter(members.values()))
     example = pair.both()[0].name
     refusal = f"adapter tensor {example}: adapts one projection of one expert, which PEFT 0.21 "
@@ -229,18 +216,18 @@ def _require_fusable(
     if not stored.family.peft_fuses_experts:
         raise UnsupportedAdapterError(f"{refusal}does not load for this model type. {advice}")
     if settings.use_dora:
-        raise UnsupportedAdapterError(f"{refusal}fuses into one on all experts, where there is no DoRA. {advice}")
+        raise UnsupportedAdapterError(f"{refusal}fuses over all experts, and DoRA is not supported there. {advice}")
     if settings.use_rslora and projection.count > 1:
         raise UnsupportedAdapterError(
-            f"{refusal}fuses with a rank {projection.count} times as large, so that rsLoRA's division by the root of the rank "
-            f"gives another scaling than in training. {advice}"
+            f"{refusal}fuses with a rank {projection.count} times as large, so rsLoRA's division by the root of the rank "
+            f"gives a different scaling from that in training. {advice}"
         )
     for expert in range(projection.parameter.shape[0]):
         for index in range(projection.count):
             if (expert, index) not in members:
-                raise AdapterTensorMissingError(
-                    f"the adapter holds no tensor for projection {index} of expert {expert} of {path}, although {example} is "
-                    "there: PEFT fuses all experts or none. Save the adapter again from all ranks."
+                raise AdapterTensorError(
+                    f"the adapter holds no tensor for projection {index} of expert {expert} of {path}, although it holds "
+                    f"{example}: PEFT fuses all experts or none. Save the adapter again from all ranks."
                 )
     plain = (settings.r, settings.lora_alpha / settings.r)
     for _, member in members.values():

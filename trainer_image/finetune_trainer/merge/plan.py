@@ -1,9 +1,9 @@
-"""Headers and configurations -> MergePlan: every output tensor, its bytes' place, and their source.
+"""Plans a merge from headers and configurations: every output tensor, the place of its bytes, and their source.
 
-Called by merge_adapter.py, and by verify to learn which tensors may differ from the base. Invariants: each adapter tensor is used
-exactly once (resolve_changes.py); each base tensor gives exactly one output tensor of the same name and shape, except for the
-rows of a resized vocabulary; tied tensors that the adapters separate follow them; and offsets within a shard are contiguous.
-`steps` computes the bytes, stream.py moves them.
+Called by merge_adapter.py, and by verify, which checks that only planned tensors differ from the base. These statements hold:
+each adapter tensor is used (resolve_changes.py); each base tensor gives one output tensor of the same name and shape, except for
+the rows of a resized vocabulary; then follow the tied tensors that the adapters separate; a shard has no gaps. `steps` computes
+the bytes, and stream.py moves them.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 from finetune_trainer.merge.adapter_settings import AdapterHeaders
-from finetune_trainer.merge.changes import Change, Quantization, read_by
+from finetune_trainer.merge.changes import Change, Quantization
 from finetune_trainer.merge.resolve_changes import resolve_changes
 from finetune_trainer.weights.errors import MergeError, UnsupportedBaseError
-from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, OUTPUT_DTYPES, SINGLE_FILE, TensorHeader
+from finetune_trainer.weights.headers import DTYPE_BYTES, OUTPUT_DTYPES, SINGLE_FILE, TensorHeader, encode_header
 from finetune_trainer.weights.stored import StoredModel
 
 _CONVERTIBLE = frozenset({"F64", "F32", "F16", "BF16"})
@@ -31,8 +31,8 @@ class OutputTensor:
     """One tensor of the merged model.
 
     `compute_dtype` is the dtype in which PEFT would hold the base weight: the wider of the base's and the output's dtype. So a
-    merge with another output dtype equals loading the base in the wider one, merging with PEFT, and casting, without an
-    additional rounding. If the library itself holds a float16 module in fp32, so does the merge.
+    merge into another dtype equals loading the base in the wider one, merging with PEFT, and casting once. If transformers keeps
+    a module of a float16 model in fp32, so does the merge.
     """
 
     name: str
@@ -41,15 +41,15 @@ class OutputTensor:
     source: TensorHeader
     compute_dtype: str
     changes: tuple[tuple[Change, ...], ...] = ()
-    """Empty: the source's values are copied. Otherwise one tuple per matrix, applied in order; see `matrix_shape`."""
+    """Empty if the source's values are copied. Otherwise one tuple for each matrix (see `matrix_shape`), applied in order."""
     is_replaced: bool = False
     """Whether `source` is an adapter's tensor."""
     offset: int = 0
-    """Bytes from the start of the shard file."""
+    """Number of bytes from the start of the shard file."""
 
     @property
     def matrix_shape(self) -> tuple[int, int]:
-        """(rows, columns) of each matrix of `changes`: of one expert in a stack, else of the tensor by its first axis."""
+        """(rows, columns) of each matrix of `changes`. A matrix is one expert of a stack, or else the whole tensor."""
         if len(self.shape) == 3 and len(self.changes) == self.shape[0]:
             return self.shape[1], self.shape[2]
         return self.shape[0], math.prod(self.shape[1:])
@@ -59,19 +59,13 @@ class OutputTensor:
         return self.source.num_bytes // DTYPE_BYTES[self.source.dtype] * DTYPE_BYTES[self.dtype]
 
     @property
-    def adapter_tensors(self) -> tuple[TensorHeader, ...]:
-        """Tensors that are read of the adapters: every tensor of `changes` and, if it replaces the base's, `source`."""
-        changed = [tensor for matrix in self.changes for change in matrix for tensor in read_by(change)]
-        return tuple(dict.fromkeys([*([self.source] if self.is_replaced else []), *changed]))
-
-    @property
     def is_changed_by_adapter(self) -> bool:
         return any(self.changes) or self.is_replaced
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Shard:
-    """One output file: `header` (length prefix included) and then `tensors` in order, without gaps."""
+    """One output file. It consists of `header`, including the length prefix, and `tensors` in order, without gaps."""
 
     file_name: str
     header: bytes
@@ -90,9 +84,9 @@ class MergePlan:
     adapter_tensors: tuple[TensorHeader, ...] = ()
     """Tensors of all adapters, in their order."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of config.json that have other values in the merged model."""
+    """Fields of config.json that change in the merged model -> their new values."""
     num_rows: int | None = None
-    """Number of rows of the embeddings, if they are larger than the base's."""
+    """Number of rows of the embeddings if they are larger than the base's."""
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
@@ -103,16 +97,12 @@ class MergePlan:
         return sum(shard.num_bytes for shard in self.shards)
 
     def index(self) -> dict[str, Any] | None:
-        """Content of the index file, or None for a single shard."""
+        """Return the content of INDEX_FILE, or None for a single shard, which needs no index."""
         if len(self.shards) == 1:
             return None
         total = sum(tensor.num_bytes for tensor in self.tensors)
         weight_map = {tensor.name: shard.file_name for shard in self.shards for tensor in shard.tensors}
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-
-    @property
-    def index_file(self) -> str | None:
-        return INDEX_FILE if len(self.shards) > 1 else None
 
 
 def merge_plan(
@@ -127,9 +117,9 @@ def merge_plan(
 ) -> MergePlan:
     """Plan the merge of adapters into a base.
 
-    base, base_config, model: of one checkpoint. adapters: merged one after the other, at least one. dtype: None keeps the base's,
-    else a key of OUTPUT_DTYPES. quantized: base tensors, by stored name, to which adapters are added in the form of a quantised
-    layer. Raises MergeError subclasses naming what is wrong.
+    base, base_config, model: tensors, config.json and parameters of one checkpoint. adapters: at least one, in the order of the
+    merge. dtype: a key of OUTPUT_DTYPES; None keeps the base's dtype. quantized: names of stored base tensors that are quantized
+    and dequantized before adapters are added. Raises subclasses of MergeError, which name what is wrong.
     """
     if dtype is not None and dtype not in OUTPUT_DTYPES:
         raise MergeError(f"dtype {dtype!r} is not one of {sorted(OUTPUT_DTYPES)} (or unset, to keep the base model's).")
@@ -137,11 +127,11 @@ def merge_plan(
         raise MergeError(f"max_shard_bytes is {max_shard_bytes}; it must be positive.")
     if base_config.get("quantization_config"):
         raise UnsupportedBaseError(
-            "the base model's config.json has a quantization_config: adding to quantised weights quantises the adapter as "
-            "well. Give the original 16-bit model as the base."
+            "the base model's config.json has a quantization_config: a merge into quantized weights would also quantize the "
+            "adapter. Use the original 16-bit model as the base."
         )
     if not adapters:
-        raise MergeError("no adapter is given, so there is nothing to merge.")
+        raise MergeError("there is no adapter to merge.")
     resolved = resolve_changes(model, base_config, adapters)
     outputs = []
     for name, tensor in (*base.items(), *resolved.added.items()):
@@ -150,8 +140,8 @@ def merge_plan(
         out_dtype = OUTPUT_DTYPES[dtype] if dtype and tensor.dtype in _CONVERTIBLE else tensor.dtype
         if changed and tensor.dtype not in _CONVERTIBLE:
             raise UnsupportedBaseError(
-                f"base tensor {name}: the adapter changes it, but its dtype is {tensor.dtype}. Give the original "
-                "16-bit model as the base."
+                f"base tensor {name}: the adapter changes it, but its dtype is {tensor.dtype}. Use the original 16-bit model as "
+                "the base."
             )
         changes = changed.changes if changed else ()
         if before:
@@ -176,7 +166,7 @@ def merge_plan(
 
 
 def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
-    """sha256 over everything that decides the output: the layout, the arithmetic, and `inputs` (name -> content digest)."""
+    """Return a sha256 of everything that decides the output: layout, arithmetic and `inputs` (name -> digest of content)."""
     digest = hashlib.sha256()
     for shard in plan.shards:
         digest.update(shard.file_name.encode())
@@ -187,7 +177,7 @@ def plan_digest(plan: MergePlan, inputs: Mapping[str, str]) -> str:
 
 
 def _described(value: Any) -> Any:
-    """A plan's part as JSON, without the directories of the inputs."""
+    """Return a part of a plan as JSON, without the directories of the inputs."""
     if isinstance(value, TensorHeader):
         return [value.name, value.dtype, value.shape, value.file.name, value.offset]
     if dataclasses.is_dataclass(value):
@@ -213,9 +203,9 @@ def _wider(first: str, second: str) -> str:
 
 
 def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple[Shard, ...]:
-    """Fill shards in the base's order, so that both sides are read and written front to back.
+    """Assign tensors to shards in the base's order, so that files are read and written from front to back.
 
-    A tensor larger than the limit gets a shard of its own, as in transformers.
+    A tensor that is larger than the limit gets its own shard, as in transformers.
     """
     groups: list[list[OutputTensor]] = [[]]
     filled = 0
@@ -232,20 +222,9 @@ def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple
 
 
 def _shard(file_name: str, tensors: list[OutputTensor]) -> Shard:
-    # Wider elements come first: readers map the file, and a tensor must begin at a multiple of its element size.
+    # Wider elements come first, because readers map the file, and a tensor must begin at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for tensor in ordered:
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [position, position + tensor.num_bytes],
-        }
-        position += tensor.num_bytes
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = encode_header(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), {"format": "pt"})
     placed, offset = [], len(header)
     for tensor in ordered:
         placed.append(replace(tensor, offset=offset))

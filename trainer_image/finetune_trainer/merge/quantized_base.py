@@ -1,8 +1,7 @@
-"""The weights of a base that a QLoRA training quantized, and how: for a merge into the weights that its adapter saw (merge.base:
-Dequantized).
+"""Finds which weights of a base a QLoRA training quantized, and how, for a merge into the dequantized weights.
 
-transformers' own rules decide which layers bitsandbytes replaces; the model is built without weights for this. The module imports
-transformers, so only such a merge imports it.
+`merge.base: Dequantized` asks for such a merge. transformers' own rules decide which layers bitsandbytes replaces; the model is
+built without weights to apply them. Only such a merge imports this module, because it imports transformers.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from finetune_trainer.weights.stored import StoredModel
 
 
 def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:
-    """Quantization of the base in the plan's training, or None without one. Raises UnsupportedBaseError for 8 bits."""
+    """Return how the plan's training quantizes the base; None if it does not. Raises UnsupportedBaseError for 8 bits."""
     if plan.method.quantization is None:
         return None
     return training_quantization(plan.method.quantization, resolve_dtypes(plan, stored_dtype(base)).load)
 
 
 def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantization:
-    """Quantization by the trainer of a model that it loaded in `load`. Raises UnsupportedBaseError for 8 bits."""
+    """Return how the trainer quantizes a model that it loads in the dtype `load`. Raises UnsupportedBaseError for 8 bits."""
     config = quantization_config(plan, load, load)
     if not config.load_in_4bit:
         raise UnsupportedBaseError(
-            f"method.quantization.bits is {plan.bits}: only 4-bit bases can be written out as they were trained on. Set "
+            f"method.quantization.bits is {plan.bits}: only bases that were quantized to 4 bits can be written dequantized. Set "
             "merge.base to Original."
         )
     return Quantization(
@@ -51,27 +50,26 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
 
 
 def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantization) -> dict[str, Quantization]:
-    """Stored tensors of the model in `base` that a training with these settings quantizes -> how.
+    """Return stored tensors that a training with these settings quantizes -> how it quantizes them.
 
-    Raises UnsupportedBaseError if a quantized weight has no stored tensor of its own.
+    Raises UnsupportedBaseError if a quantized weight is not stored as one tensor.
     """
     tensors: dict[str, Quantization] = {}
     for path, is_transposed in quantized_parameters(_structure(base)).items():
-        parameter = stored.parameter(path)
-        if parameter is None or len(parameter.parts) != 1 or parameter.parts[0].expert is not None:
+        tensor = stored.own_tensor(path)
+        if tensor is None:
             raise UnsupportedBaseError(
-                f"base parameter {path}: was packed in training, but the files hold no tensor of its own for it. Set "
-                "merge.base to Original."
+                f"base parameter {path}: was quantized in training, but is not stored as a tensor of its own. Set merge.base to "
+                "Original."
             )
-        tensors[parameter.parts[0].header.name] = replace(quantization, is_transposed=is_transposed)
+        tensors[tensor.name] = replace(quantization, is_transposed=is_transposed)
     return tensors
 
 
 def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
-    """Paths of weights that transformers hands to bitsandbytes when it loads `model` quantised -> whether it transposes them
-    before.
+    """Return paths of weights that bitsandbytes quantizes when transformers loads `model` -> whether they are transposed before.
 
-    Source: transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear. The trainer names no exceptions of its own.
+    Source: transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear. The trainer excludes no further modules.
     """
     kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)  # noqa: SLF001 - as the quantiser does
     return {
@@ -88,7 +86,7 @@ def _structure(base: Path) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise UnsupportedBaseError(
-            f"{base}: transformers cannot build the model, so that what was packed in training is not known: {error}. Set "
-            "merge.base to Original."
+            f"{base}: transformers cannot build the model, which shows what was quantized in training: {error}. Set merge.base "
+            "to Original."
         ) from error
     return model

@@ -1,13 +1,12 @@
-"""One shard file that is written from its beginning to its end. writer.py creates it, stream.py fills it.
+"""Writes one shard file from its beginning to its end. writer.py creates the file, and stream.py fills it.
 
-Whole pages are written directly, past the page cache: making cache pages took more processor time than the merge's arithmetic,
-and varied between 0.4 and 5 s for 2 GB (ext4 on a virtual disk), where direct writes took 0.7 to 0.9 s. The bytes after the last
-whole page wait for those that follow. They must not go through the cache at each chunk: such a write waits until no direct one is
-under way, which took a tenth of a merge's time. If a file system refuses direct writes, all go through the cache.
+Whole pages are written directly, without the page cache: for 2 GB (ext4 on a virtual disk), direct writes took 0.7 to 0.9 s, and
+cached ones 0.4 to 5 s and more processor time than the merge's arithmetic. The bytes after the last whole page wait for those
+that follow. A cached write of them for each chunk would wait until no direct write is under way, which took a tenth of a merge's
+time. If a file system refuses direct writes, all writes are cached.
 
-Unchanged bytes go the same way. copy_file_range(2) makes cache pages as well, and the hash has to read the bytes: for 272 MB on
-that disk this took 0.13 s of processor time, where reading and writing directly took 0.06 s. The base's digest of a file would
-replace the hash only for a shard with exactly the base's tensors and header; LoRA usually changes some in each.
+Unchanged bytes are also read and written. copy_file_range(2) also fills the page cache, and the bytes have to be read for the
+hash: for 272 MB on that disk it took 0.13 s of processor time, and reading and writing directly 0.06 s.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ if TYPE_CHECKING:
     from hashlib import _Hash
 
 PAGE_BYTES = 4096
-"""Position, length and address of a direct write are multiples of this; disks ask for 512 or 4096."""
+"""Position, length and address of a direct write are multiples of this number. Disks require 512 or 4096."""
 READ_BYTES = 4 << 20
 
 _REFUSED_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class ShardFile:
-    """A file of a known size, new or begun before. Raises StorageError, also NoSpaceError, when it cannot be created or written.
+    """A file of a known size, new or begun earlier. Raises StorageError or NoSpaceError if it cannot be created or written.
 
-    `digest` is the sha256 of the first `num_done` bytes, which were durable before; at least the header. Blocks are not allocated
-    ahead: if a file system cannot (NFS before 4.2), the C library would write the whole file once more.
+    `digest` is the sha256 of the first `num_done` bytes: the header, or what an earlier merge made durable. Blocks are not
+    allocated in advance, because on file systems without support for it (NFS before 4.2) the C library writes the whole file.
     """
 
     def __init__(self, path: Path, num_bytes: int, header: bytes, durable: Durable | None = None) -> None:
@@ -57,16 +56,20 @@ class ShardFile:
                     write_all(self._cached, memoryview(header), 0)
                 self._end = self.num_done
                 self._tail = os.pread(self._cached, self.num_done % PAGE_BYTES, self.num_done // PAGE_BYTES * PAGE_BYTES)
-                self._direct = _open_direct(path)
+                try:
+                    self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
+                except OSError as error:
+                    if error.errno not in _REFUSED_DIRECT:
+                        raise
             except BaseException:
                 os.close(self._cached)
                 raise
 
     def append(self, pages: memoryview, position: int) -> None:
-        """Write what follows at `position`, where the last append ended. Only whole pages are written; `flush` writes the rest.
+        """Append data at `position`, where the last append ended. Only whole pages are written; `sync` writes the rest.
 
-        pages: writable; position % PAGE_BYTES bytes of any content, then the data. A direct write needs its address to be a
-        multiple of PAGE_BYTES.
+        pages: a writable buffer with position % PAGE_BYTES bytes of any content, then the data. It has to begin at a multiple of
+        PAGE_BYTES for a direct write.
         """
         if position != self._end:
             raise ValueError(f"{self.path}: append at {position}, but the last one ended at {self._end}")
@@ -78,13 +81,8 @@ class ShardFile:
                 write_all(self._cached, pages[:end], first)
         self._tail, self._end = bytes(pages[end:]), first + len(pages)
 
-    def flush(self) -> None:
-        """Write the bytes after the last whole page, too."""
-        with translate_os_errors(self.path, "written"):
-            write_all(self._cached, memoryview(self._tail), self._end - len(self._tail))
-
     def _write_directly(self, pages: memoryview, position: int) -> bool:
-        """Write directly; returns False if nothing was written because the file system refuses direct writes."""
+        """Write directly. Return False if nothing was written because the file system refuses direct writes."""
         if self._direct is None:
             return False
         try:
@@ -98,9 +96,14 @@ class ShardFile:
         return True
 
     def sync(self) -> None:
-        """Make everything that was written durable."""
+        """Write the bytes after the last whole page, and make all bytes durable. After an error, nothing more can be appended."""
+        # If this sync fails, a later one could succeed although bytes are lost, so nothing can be appended until it is done.
+        end, self._end = self._end, -1
+        with translate_os_errors(self.path, "written"):
+            write_all(self._cached, memoryview(self._tail), end - len(self._tail))
         with translate_os_errors(self.path, "made durable"):
             os.fsync(self._cached)
+        self._end = end
 
     def close(self) -> None:
         """Close the file without waiting for the disk."""
@@ -109,17 +112,8 @@ class ShardFile:
                 os.close(descriptor)
 
 
-def _open_direct(path: Path) -> int | None:
-    try:
-        return os.open(path, os.O_WRONLY | os.O_DIRECT)
-    except OSError as error:
-        if error.errno in _REFUSED_DIRECT:
-            return None
-        raise
-
-
 def _proven(path: Path, num_bytes: int, durable: Durable) -> _Hash | None:
-    """The hash of the durable bytes, read again; None if the file differs from the journal."""
+    """Read the durable bytes, and return their hash; None if the file differs from the journal."""
     if not path.is_file() or path.is_symlink() or path.stat().st_size != num_bytes:
         return None
     digest, position = hashlib.sha256(), 0

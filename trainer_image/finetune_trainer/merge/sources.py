@@ -1,10 +1,10 @@
-"""The input files of a merge: open, read at positions from many threads, with a count of bytes."""
+"""Opens the input files of a merge, for reads at any position from several threads, and counts the bytes that are read."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Sources:
-    """Open input files, by path. Raises BrokenCheckpointError when a file ends early, StorageError when it cannot be read."""
+    """Input files, held open. Raises BrokenCheckpointError if a file ends early, and StorageError if one cannot be read."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self.bytes_read = 0
@@ -47,7 +47,7 @@ class Sources:
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """Read a whole tensor in its own dtype and shape."""
-        # Imported here, since bytes are copied before torch is imported.
+        # Imported late, because bytes are copied before torch is imported.
         import torch
 
         from finetune_trainer.weights.rounding import READ_DTYPES
@@ -56,22 +56,6 @@ class Sources:
         if header.num_bytes:
             self.read_into(header, 0, data.numpy().data)
         return data.view(READ_DTYPES[header.dtype]).view(header.shape)
-
-    def reader(self, *, keeps: int, device: torch.device | None = None) -> Callable[[TensorHeader], torch.Tensor]:
-        """A function that reads tensors to `device`, and holds the last `keeps` of them, which are not read again."""
-        kept: dict[TensorHeader, torch.Tensor] = {}
-
-        def read(header: TensorHeader) -> torch.Tensor:
-            tensor = kept.pop(header, None)
-            if tensor is None:
-                tensor = self.tensor(header).to(device)
-            if keeps:
-                kept[header] = tensor
-                if len(kept) > keeps:
-                    del kept[next(iter(kept))]
-            return tensor
-
-        return read
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():

@@ -1,4 +1,4 @@
-"""The memory of a merge: a fixed number of buffers, for which chunks wait. stream.py shares them among threads."""
+"""Bounds the memory of a merge by a fixed number of buffers, for which chunks wait. stream.py shares them among threads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Workspace:
         self.data = mmap.mmap(-1, 2 * CHUNK_BYTES)
 
     def grow(self, num_bytes: int) -> None:
-        """Make the buffer at least this large; its content is lost. No view of it may be in use."""
+        """Make the buffer at least this large. Its content is lost, and no view of it may be in use."""
         if len(self.data) < num_bytes:
             self.data.close()
             self.data = mmap.mmap(-1, num_bytes)
 
 
 class Workspaces:
-    """Free workspaces, for several threads. Raises OtherShardFailedError in all of them after `stop`."""
+    """The free workspaces, which several threads share. After `stop`, all methods that wait raise OtherShardFailedError."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -35,7 +35,7 @@ class Workspaces:
         self._alone = threading.Lock()
 
     def take(self, *, wait: bool) -> Workspace | None:
-        """Take a free workspace; None if there is none and the caller does not wait."""
+        """Take a free workspace. Return None if there is none and the caller does not wait."""
         with self._changed:
             while (self._is_reserved or not self._free) and wait and not self._is_stopped:
                 self._changed.wait()
@@ -50,9 +50,7 @@ class Workspaces:
 
     @contextmanager
     def alone(self) -> Iterator[Workspace]:
-        """A workspace, once the other threads have returned theirs, while they get none. The caller has none and returns this
-        one.
-        """
+        """Wait until all workspaces are free, then yield one while other threads get none. The caller has to give it back."""
         with self._alone:
             with self._changed:
                 self._is_reserved = True
@@ -73,4 +71,4 @@ class Workspaces:
 
 
 class OtherShardFailedError(Exception):
-    """Another shard has failed."""
+    """Another shard has failed, so this one is not continued."""

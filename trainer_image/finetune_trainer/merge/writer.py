@@ -1,12 +1,14 @@
-"""The output directory: written beside its final name, complete and durable before it gets that name. written next to its final
-name, complete and on disk before it gets that name.
+"""Writes the output directory under a temporary name, and renames it when it is complete and durable.
 
-Life of an output:  <output>.tmp-journal  made and locked: one merge at a time
-<output>.tmp-merge/   shards of their full size, filled in place; the journal says what of them is on disk
--> config, tokenizer, index, manifest.json (last), all synced
--> renamed to <output>, parent synced, journal deleted.
-So a directory called <output> is complete whatever happened to the process, and what was finished before a kill is taken up.
-Called by merge_adapter.py; bytes come from stream.py.
+These names exist in turn:
+
+    <output>.tmp-journal    created and locked, so that only one merge runs at a time
+    <output>.tmp-merge/     has the shards in their full size; the journal says which of their bytes are durable.
+                            Then follow config, tokenizer and index, and manifest.json as the last file. All are synced.
+    <output>                after the rename; then the parent is synced and the journal deleted
+
+So a directory with the name <output> is always complete, and a merge that was killed is continued. merge_adapter.py calls this
+module, and stream.py fills the shards.
 """
 
 from __future__ import annotations
@@ -17,17 +19,18 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.companion_files import companion_files
 from finetune_trainer.files import (
     CODE_SUFFIX,
+    GENERATION_FILE,
     HASHING_THREADS,
     MANIFEST_FILE,
     TEMPORARY_MARK,
     copy_within,
-    licence_files,
+    file_sha256,
     remove_tree,
     tokenizer_files,
 )
@@ -36,44 +39,35 @@ from finetune_trainer.merge.journal import Journal
 from finetune_trainer.merge.plan import MergePlan, Shard
 from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.weights.errors import NoSpaceError, OutputBusyError, OutputExistsError
-from finetune_trainer.weights.headers import CONFIG_FILE, read_json
+from finetune_trainer.weights.headers import CONFIG_FILE, INDEX_FILE, read_json
 from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
-GENERATION_FILES = ("generation_config.json",)
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
-"""Files of the tokenizer's library, which accepts no NaN."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-
-
-@dataclass(frozen=True)
-class WrittenFile:
-    """One file of the output, as the manifest lists it."""
-
-    name: str
-    num_bytes: int
-    sha256: str
+"""Files that may be large and are not checked for NaN, which the library that reads them refuses."""
+_SETTINGS = (GENERATION_FILE, "preprocessor_config.json", "processor_config.json")
+"""Files besides those of the tokenizer that must be JSON objects. Nothing is known about the content of any others."""
 
 
 def temporary_directory(output: Path) -> Path:
-    """Directory of a merge into `output` until it is complete."""
+    """Return the directory of a merge into `output` until it is complete."""
     return output.with_name(f"{output.name}{TEMPORARY_MARK}merge")
 
 
 def journal_path(output: Path) -> Path:
-    """The journal and lock of a merge into `output`."""
+    """Return the path of the journal, which is also the lock, of a merge into `output`."""
     return output.with_name(f"{output.name}{TEMPORARY_MARK}journal")
 
 
 def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
-    """The manifest of a finished merge with this plan digest, or None if nothing is there.
+    """Return the manifest of a finished merge with this plan digest, or None if `output` does not exist.
 
-    Raises OutputExistsError when something else is there, which is never overwritten.
+    Raises OutputExistsError if `output` is something else, which is never overwritten.
     """
     if not output.exists():
         return None
     if not (output / MANIFEST_FILE).exists():
-        raise OutputExistsError(f"{output}: exists and is not a merged model of ours. Remove it or choose another output.")
+        raise OutputExistsError(f"{output}: exists and was not written by a merge. Remove it or choose another output.")
     manifest = read_json(output / MANIFEST_FILE)
     if manifest.get("plan_sha256") != plan_sha256:
         raise OutputExistsError(
@@ -83,12 +77,12 @@ def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
     for entry in manifest["files"]:
         path = output / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["num_bytes"]:
-            raise OutputExistsError(f"{path}: is missing or of another size than manifest.json says. Remove {output}.")
+            raise OutputExistsError(f"{path}: is missing, or its size differs from manifest.json. Remove {output}.")
     return manifest
 
 
 def remove_leftovers(output: Path) -> None:
-    """Delete what a merge that was killed between its last two steps has left beside the complete output."""
+    """Delete what remains next to a complete output if a merge was killed between its last two steps."""
     if not (journal_path(output).exists() or temporary_directory(output).exists()):
         return
     try:
@@ -100,9 +94,9 @@ def remove_leftovers(output: Path) -> None:
 
 
 class OutputDirectory:
-    """A directory that gets its name only in `publish`. Raises OutputBusyError while another merge into `output` runs.
+    """A directory that `publish` gives its final name. Raises OutputBusyError while another merge into `output` runs.
 
-    inputs: from which existing bytes were made, as JSON; with another plan or other inputs the bytes are deleted.
+    inputs: identity of the input files as JSON. Bytes that a merge with another plan or other inputs has left are deleted.
     """
 
     def __init__(self, output: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
@@ -113,7 +107,7 @@ class OutputDirectory:
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
             with translate_os_errors(self.path, "written"):
-                # Anyone who can write to the claim may have put anything under this name.
+                # Everyone who can write to the claim can create this name, so only a directory of a continued journal is kept.
                 if not self.journal.is_continued or not self.path.is_dir() or self.path.is_symlink():
                     remove_tree(self.path)
                 self.path.mkdir(exist_ok=True)
@@ -123,7 +117,7 @@ class OutputDirectory:
             raise
 
     def open_shards(self, plan: MergePlan) -> dict[Shard, ShardFile]:
-        """Open the plan's files in their full size, with their proven parts. Raises NoSpaceError when space is short."""
+        """Open the plan's files in their full size, with their durable parts. Raises NoSpaceError if space is short."""
         names = {shard.file_name for shard in plan.shards}
         with translate_os_errors(self.path, "written"):
             for path in self.path.iterdir():
@@ -134,8 +128,8 @@ class OutputDirectory:
         free = file_system.f_bavail * file_system.f_frsize
         if plan.num_bytes - present > free:
             raise NoSpaceError(
-                f"{self.path}: {free} bytes are free, the merged model needs {plan.num_bytes - present} more. It takes as much "
-                "space as the base model, or what its dtype takes; enlarge the workspace."
+                f"{self.path}: {free} bytes are free, but the merged model needs {plan.num_bytes - present} more. It takes as "
+                "much space as the base model in the merge's dtype; enlarge the workspace."
             )
         opened: dict[Shard, ShardFile] = {}
 
@@ -155,66 +149,69 @@ class OutputDirectory:
         return {shard: opened[shard] for shard in plan.shards}
 
     def copy_model_files(
-        self, base: Path, tokenizer: Path, root_of: Callable[[Path], Path], dtype: str | None, config_changes: Mapping[str, Any]
+        self, base: Path, tokenizer: Path, root_of: Callable[[Path], Path], dtype: str | None, plan: MergePlan
     ) -> None:
-        """Copy configuration, generation defaults, tokenizer, chat template, licence.
+        """Copy the base's files besides its weights, and the tokenizer. Write the configuration and the index of the shards.
 
-        tokenizer: its directory. root_of: directory below which links of a directory may lead. dtype: recorded in config.json.
-        Raises BrokenCheckpointError for a link that leads elsewhere, and for settings that are no JSON, such as NaN.
+        tokenizer: its directory. root_of: returns the directory that links of a directory must not leave. dtype: is written to
+        config.json. Raises StorageError for a link that leaves it, and BrokenCheckpointError for settings that are not JSON, such
+        as NaN.
         """
-        config = {**read_json(base / CONFIG_FILE), **config_changes}
+        config = {**read_json(base / CONFIG_FILE), **plan.config_changes}
         if dtype is not None:
             config = {**_in_dtype(config, dtype), "dtype": dtype}
         self._write_json(CONFIG_FILE, config)
-        # Models with code of their own cannot be loaded without it; it runs only if the user allows it.
-        code = sorted(path.name for path in base.glob("*.py")) if "auto_map" in config else []
-        terms = [path.name for path in licence_files(base)]
-        # All from one directory: the tokenizer's files of two directories would not fit together.
+        index = plan.index()
+        if index is not None:
+            self._write_json(INDEX_FILE, index)
+        # A model with its own code cannot be loaded without it. The code runs only if the user allows it.
+        apart = {*tokenizer_files(base), *(() if "auto_map" in config else base.glob(f"*{CODE_SUFFIX}"))}
+        others = [path.name for path in companion_files(base) if path not in apart]
+        # All files of the tokenizer come from one directory, because those of two directories would not fit together.
         of_tokenizer = [str(path.relative_to(tokenizer)) for path in tokenizer_files(tokenizer) if path.suffix != CODE_SUFFIX]
-        for source, names in ((base, [*GENERATION_FILES, *PROCESSOR_FILES, *terms, *code]), (tokenizer, of_tokenizer)):
+        for source, names in ((base, others), (tokenizer, of_tokenizer)):
             for name in names:
                 if (source / name).is_file():
-                    if name.endswith(".json") and name not in _LARGE_JSON:
+                    is_read = name.endswith(".json") and (names is of_tokenizer or name in _SETTINGS)
+                    if is_read and name not in _LARGE_JSON:
                         read_json(source / name)
                     with translate_os_errors(self.path / name, "copied"):
                         (self.path / name).parent.mkdir(exist_ok=True)
                         copy_within(source / name, root_of(source), self.path / name)
 
-    def write_index(self, plan: MergePlan) -> None:
-        index = plan.index()
-        if index is not None and plan.index_file is not None:
-            self._write_json(plan.index_file, index)
+    def write_manifest(self, plan: MergePlan, sha256: Mapping[str, str], facts: Mapping[str, Any]) -> dict[str, Any]:
+        """Write manifest.json, the last file, which proves that the output is complete. Return its content.
 
-    def write_manifest(self, files: list[WrittenFile], facts: Mapping[str, Any]) -> None:
-        """Write the proof of completeness, last of all files. facts: plan digest and further facts about the merge."""
+        sha256: digests of the shards, by file name. facts: plan digest and further facts about the merge.
+        """
+        files = [(shard.file_name, shard.num_bytes, sha256[shard.file_name]) for shard in plan.shards]
+        for path in sorted(self.path.rglob("*")):
+            if path.name not in sha256 and path.is_file():
+                with translate_os_errors(path, "read"):
+                    files.append((path.relative_to(self.path).as_posix(), path.stat().st_size, file_sha256(path)))
         for path in self.path.rglob("*"):
             sync(path)
-        entries = [{"name": f.name, "num_bytes": f.num_bytes, "sha256": f.sha256} for f in files]
-        self._write_json(MANIFEST_FILE, {"format": MANIFEST_FORMAT, **facts, "files": entries})
+        entries = [{"name": name, "num_bytes": num_bytes, "sha256": digest} for name, num_bytes, digest in files]
+        manifest = {"format": MANIFEST_FORMAT, **facts, "files": entries}
+        self._write_json(MANIFEST_FILE, manifest)
         sync(self.path / MANIFEST_FILE)
-
-    def small_files(self, shards: set[str]) -> list[Path]:
-        """Everything written so far that is not a weight shard."""
-        return sorted(path for path in self.path.rglob("*") if path.name not in shards and path.is_file())
+        return manifest
 
     def publish(self) -> None:
-        """Make all names durable and give the directory its name, in this order. Files are durable since `write_manifest`."""
+        """Make the names of the files durable, then rename the directory. `write_manifest` has made the files durable."""
         sync(self.path)
         with translate_os_errors(self._output, "renamed into place"):
-            self._rename()
+            try:
+                self.path.rename(self._output)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                    raise OutputExistsError(f"{self._output}: appeared while the merge ran. Remove one of the two.") from error
+                raise
         sync(self._output.parent)
         self.journal.remove()
 
-    def _rename(self) -> None:
-        try:
-            self.path.rename(self._output)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise OutputExistsError(f"{self._output}: appeared while the merge ran. Remove one of the two.") from error
-            raise
-
     def close(self, *, keep: bool) -> None:
-        """Clean up after an error. keep: leave the durable parts in the journal for the next merge; otherwise nothing is left."""
+        """Clean up after an error. keep: keep the parts that the journal records for the next merge; otherwise delete all."""
         if keep and self.journal.has_records:
             self.journal.close()
             return
@@ -227,9 +224,7 @@ class OutputDirectory:
 
 
 def _in_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
-    """Change the dtype wherever one is named, as for the text model inside a multimodal one, under transformers' current name for
-    it.
-    """
+    """Return config.json with its dtype changed, also in nested configurations. The field gets its current name, `dtype`."""
     changed: dict[str, Any] = {}
     for name, value in config.items():
         if name in ("torch_dtype", "dtype"):

@@ -1,7 +1,8 @@
-"""Activation checkpointing per layer: all of a layer's activations computed again in backward, or only the cheap ones.
+"""Activation checkpointing per layer: backward recomputes either all activations of a layer or only the cheap ones.
 
-For the latter, results of expensive operations are kept from the forward pass. torch's own
-(torch.utils.checkpoint.create_selective_checkpoint_contexts, 2.15) keeps memory that is written to later; ours copies it.
+To recompute only cheap operations, results of expensive operations are kept from the forward pass. torch's own implementation
+(torch.utils.checkpoint.create_selective_checkpoint_contexts, 2.15) keeps results whose memory is overwritten later; ours copies
+them first.
 """
 
 from __future__ import annotations
@@ -45,51 +46,51 @@ KEPT_OPERATIONS = frozenset(
     for overload in (getattr(packet, each) for each in packet.overloads())
     if not overload._schema.is_mutable  # noqa: SLF001 - there is no public name
 )
-"""Matrix products and attention, in every form in which torch dispatches them: expensive to compute, and kept."""
+"""Expensive operations, whose results are kept: products and attention, in every form in which torch dispatches them."""
 _KEPT_BY_NAME = frozenset({"torch_attn._varlen_attn.default", "bitsandbytes.gemm_4bit.default"})
-"""The same of operations that exist once their modules are imported: attention by bounds, and products with packed weights."""
+"""More kept operations, which exist only after their modules are imported: varlen attention, products with packed weights."""
 
 Operation = OpOverload | HigherOrderOperator
 
 
 def checkpoint_activations(model: PreTrainedModel, kind: ActivationCheckpointing) -> None:
-    """Let each layer keep no activations, or only results of matrix products and attention. Call between PEFT and sharding."""
+    """Let each layer keep no activations, or only results of products and attention. Call this after PEFT, before sharding."""
     if kind is ActivationCheckpointing.NONE:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if kind is ActivationCheckpointing.SELECTIVE:
         options["context_fn"] = selective_checkpoint_contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    # transformers asks for gradients of the embeddings' output where it knows of adapters. Only reentrant checkpoints need them,
-    # and the first layer would compute products that nobody reads.
+    # This undoes a request that transformers makes in the call above, for gradients of the embeddings' output. Only reentrant
+    # checkpoints need them; here the first layer would compute products that are never read.
     model.disable_input_require_grads()
 
 
 def selective_checkpoint_contexts() -> tuple[RecordResults, ReuseResults]:
-    """What surrounds the two passes of a checkpoint, as torch's `context_fn` gives it."""
+    """Return the contexts of a checkpoint's two passes, as torch requires of `context_fn`."""
     kept: deque[KeptResult] = deque()
     return RecordResults(kept), ReuseResults(kept)
 
 
 @dataclass
 class KeptResult:
-    """What an operation gave in the first pass."""
+    """The result of an operation in the first pass."""
 
     operation: Operation
     result: Any
 
 
 class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The first pass. What is about to be written to is copied before."""
+    """The first pass, which keeps results. A kept result is copied before its memory is overwritten."""
 
     supports_higher_order_operators = True
-    """They run as they are."""
+    """Whether torch passes higher-order operators to this mode; they run unchanged."""
 
     def __init__(self, kept: deque[KeptResult]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self._in_memory: dict[int, KeptResult] = {}
-        """What is in a memory that was not written to since."""
+        """Memory -> the kept result in it, until the memory is overwritten."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -97,7 +98,7 @@ class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copy(_memory(tensor))
         result = func(*args, **kwargs)
         if is_kept(func, args, kwargs):
-            # Autograd makes what is returned a part of its graph, which is not to be kept.
+            # Autograd makes the returned tensor part of its graph, so a detached one is kept.
             kept = KeptResult(func, tree_map_only(torch.Tensor, torch.Tensor.detach, result))
             self.kept.append(kept)
             for tensor in tree_leaves(kept.result):
@@ -114,7 +115,7 @@ class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The second pass, in which kept results replace their operations. Each is used, and held, once."""
+    """The second pass, in which kept results replace operations. Each result is used once and then dropped."""
 
     supports_higher_order_operators = True
 
@@ -138,19 +139,19 @@ class ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kept is None or kept.operation is not func:
             first = "none" if kept is None else str(kept.operation)
             raise RuntimeError(
-                f"computed again in backward, a layer of the model came to {func} where its first pass came to {first}: it does "
-                "not compute the same twice; set spec.training.activationCheckpointing: None"
+                f"recomputed in backward, a layer of the model called {func} where its first pass called {first}: the two passes "
+                "do not compute the same; set spec.training.activationCheckpointing: None"
             )
         return kept.result
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Which one a tensor and its views are in; a number of its own for as long as one of them lives."""
+    """Identify the memory that a tensor shares with its views. The number is unique while that memory exists."""
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - there is no public name
 
 
 def is_kept(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the result is kept. Attention with dropout is not: random numbers not drawn again would shift all that follow."""
+    """Whether the result is kept. Attention with dropout is recomputed: skipping it would shift all later random numbers."""
     is_expensive = func in KEPT_OPERATIONS or str(func) in _KEPT_BY_NAME
     return is_expensive and not any(_given(func, _dropout_arguments(func), args, kwargs))
 
@@ -164,7 +165,7 @@ def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _given(func: Operation, positions: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Values of these arguments, those left at their defaults excepted."""
+    """Yield the values of these arguments, except those left at their defaults."""
     arguments = _arguments(func)
     for position in positions:
         name = arguments[position].name
@@ -186,5 +187,5 @@ def _dropout_arguments(func: Operation) -> tuple[int, ...]:
 
 
 def _arguments(func: Operation) -> list[Any]:
-    """As its schema declares them; an operator of higher order has none."""
+    """Return the arguments that the operation's schema declares; a higher-order operator has no schema."""
     return list(func._schema.arguments) if isinstance(func, OpOverload) else []  # noqa: SLF001 - there is no public name

@@ -1,7 +1,4 @@
-"""PEFT adapters from the plan: their configuration, and the names under which PEFT stores them.
-
-Also at which multiple of the learning rate each of their parameters learns.
-"""
+"""PEFT adapters from the plan: their configuration, the names under which PEFT stores them, and their learning rates."""
 
 from __future__ import annotations
 
@@ -34,23 +31,23 @@ from finetune_trainer.model.packed_weights import is_to_be_packed
 
 TASK = "CAUSAL_LM"
 ORIGINAL = "original_module"
-"""What PEFT calls the frozen module of which it trains a copy."""
+"""PEFT's name for the frozen module of which it trains a copy."""
 WHOLE_COPY = "modules_to_save"
-"""What PEFT calls that copy; no name that PEFT writes for one contains it."""
+"""PEFT's name for such a trained copy; no other name that PEFT writes contains it."""
 REFUSALS = (TypeError, ValueError, ImportError, RuntimeError)
-"""What PEFT raises for settings that it does not take; ImportError where they need a package that is not there."""
+"""Exceptions that PEFT raises for settings that it rejects; ImportError if they need a package that is not installed."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
-"""What PEFT writes as a truth value. Where we start an adapter from the base's weights ourselves, PEFT is to leave them alone."""
+"""Initialisations that PEFT expects as a bool; the others have names. Adapters that we start from the base's weights get True."""
 
 
 def config_class(method: MethodType) -> type[PeftConfig]:
-    """PEFT's configuration class of a method that has an adapter."""
+    """PEFT's configuration class for a method that has an adapter."""
     found: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[method].peft_type]
     return found
 
 
 def lora_config(lora: LoraPlan) -> LoraConfig:
-    """PEFT's settings. Nothing in them names a machine or a path."""
+    """PEFT's settings for LoRA. They name no machine and no path."""
     targets: str | list[str] = ALL_LINEAR if lora.target_modules == (ALL_LINEAR,) else list(lora.target_modules)
     return LoraConfig(
         task_type=TASK,
@@ -75,7 +72,7 @@ def lora_config(lora: LoraPlan) -> LoraConfig:
 
 
 def adapter_config(method: MethodPlan) -> PeftConfig:
-    """PEFT's settings of any method with an adapter. Raises ConfigError naming the setting."""
+    """PEFT's settings for any method with an adapter. Raises ConfigError, which names the setting."""
     try:
         if method.lora is not None:
             return lora_config(method.lora)
@@ -94,7 +91,7 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
 
 
 def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
-    """Fields that PEFT's adapters of stacked weights do not work with, and what they have to be."""
+    """Return the fields whose values PEFT's adapters of stacked weights do not support -> the value that each must have."""
     wanted = {}
     if METHODS[method.type].needs.magnitudes:
         wanted["spec.method.type"] = lora_kind(packs_base=METHODS[method.type].packs_base, magnitudes=False).value
@@ -104,9 +101,9 @@ def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
 
 
 def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
-    """The model with fresh adapters, its base frozen. Call before sharding.
+    """Add new adapters to the model and freeze its base. Call this before sharding.
 
-    Seeded by the plan alone, so every rank of every world size starts with the same values. Raises ConfigError.
+    The seed depends on the plan alone, so every rank of every world size starts with the same values. Raises ConfigError.
     """
     config = adapter_config(plan.method)
     field = METHODS[plan.method.type].family.value
@@ -117,7 +114,7 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
     except MemoryError:
         raise
-    except Exception as error:  # a library meets a user's settings: it divides by them, compiles them and looks them up
+    except Exception as error:  # the library divides by a user's settings, compiles them and looks them up
         said = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
         if STACKED_WEIGHTS.search(str(error)):
             unfit = " and ".join(f"{name}: {value}" for name, value in unfit_for_experts(plan.method).items())
@@ -129,7 +126,7 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
             raise ConfigError(
                 f"spec.{field}.targetModules: PEFT has no choice of its own for this kind of model ({model.config.model_type})",
                 "name the modules to adapt, by the model's own names: for IA3 keys, values and the last layer of each MLP, "
-                "the latter in feedforwardModules, too",
+                "the latter also in feedforwardModules",
             ) from error
         raise ConfigError(
             f"spec.{field}: PEFT refuses these settings for this model: {said}",
@@ -147,9 +144,9 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
 
 @contextmanager
 def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
-    """DoRA on 4-bit layers whose weights are still to come: zeros for the norms of their rows, which whoever packs them measures.
+    """Let DoRA start at zeros for 4-bit layers that are not loaded yet; their norms are measured when the weights are packed.
 
-    loaded: element type of the weights before they are packed, in which PEFT measures them.
+    loaded: element type of the weights before packing, in which PEFT measures norms.
     """
     measure = DoraLinearLayer.update_layer
 
@@ -168,16 +165,16 @@ def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
 
 
 def lora_layers(adapted: PeftModel) -> dict[str, LoraLayer]:
-    """The layers with an adapter of LoRA, by their names, sorted."""
+    """Return the layers with a LoRA adapter, sorted by name."""
     return {name: layer for name, layer in sorted(adapted.named_modules()) if isinstance(layer, LoraLayer)}
 
 
 def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype) -> None:
-    """A frozen adapter next to each one, for the values that it starts with, scaled by the opposite sign.
+    """Add to each adapter a frozen adapter with its first values, whose scaling has the opposite sign.
 
-    So `W x + s (B A - B0 A0) x` is computed, what PEFT computes as `(W - s B0 A0) x + s B A x`, and the base keeps its weights:
-    nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes with the same
-    bytes. `held`: element type of the base, in which FSDP 1 has to find what is frozen. Raises ConfigError.
+    The model then computes `W x + s (B A - B0 A0) x`, where PEFT computes `(W - s B0 A0) x + s B A x`, and the base keeps its
+    weights: nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes with
+    the same bytes. `held`: element type of the base; FSDP 1 requires everything frozen to have it. Raises ConfigError.
     """
     field, init = "spec.method.lora.initLoraWeights", lora.init_lora_weights.value
     for name, layer in lora_layers(adapted).items():
@@ -195,22 +192,22 @@ def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype
             )
         for factors in (layer.lora_A, layer.lora_B):
             factors[FIRST_VALUES] = copy.deepcopy(factors[ADAPTER]).to(held).requires_grad_(requires_grad=False)
-        # PEFT drops nothing from what the base computes, and this is a part of it.
+        # The first values act as a part of the base, to which PEFT applies no dropout.
         layer.lora_dropout[FIRST_VALUES] = nn.Identity()
         layer.scaling[FIRST_VALUES] = -layer.scaling[ADAPTER]
         for facts in (layer.r, layer.lora_alpha, layer.use_rslora, layer.use_dora, layer.lora_bias):
             facts[FIRST_VALUES] = facts[ADAPTER]
-        layer._active_adapter = [ADAPTER, FIRST_VALUES]  # noqa: SLF001 - set_adapter would train both, in modules_to_save, too
+        layer._active_adapter = [ADAPTER, FIRST_VALUES]  # noqa: SLF001 - set_adapter would train both, also in modules_to_save
 
 
 def has_first_values(model: PeftModel) -> bool:
-    """Whether its adapters start with a part of the base's weights."""
+    """Whether the model's adapters start from a part of the base's weights."""
     return any(FIRST_VALUES in layer.lora_A for layer in lora_layers(model).values())
 
 
 def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.Tensor:
-    """A factor, called `name` in the file, of the plain LoRA adapter that changes the base as `trained` does, which started with
-    `first`: `B A - B0 A0` is `[B, -B0] [A; A0]`, of twice the rank (peft: LoraModel.subtract_mutated_init).
+    """Join a trained factor and its first values to that factor of an equal plain LoRA adapter of twice the rank: `B A - B0 A0`
+    is `[B, -B0] [A; A0]` (peft: LoraModel.subtract_mutated_init). `name`: the factor's name in the file.
     """
     is_first_factor = "lora_A" in name.split(".")
     return torch.cat(
@@ -219,7 +216,7 @@ def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.T
 
 
 def saved_shapes(shapes: Mapping[str, tuple[int, ...]], model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes in the adapter's file of what is trained in these shapes, by the names under which it is stored."""
+    """Convert shapes of trained tensors, by stored name, to their shapes in the adapter's file."""
     if not isinstance(model, PeftModel) or not has_first_values(model):
         return dict(shapes)
     return {name: _twice_the_rank(name, shape) for name, shape in shapes.items()}
@@ -232,9 +229,9 @@ def _twice_the_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _hold_in_float32(adapted: PeftModel) -> None:
-    """All that is trained: PEFT sees to its adapters alone, and leaves copies of whole modules and biases in the base's type.
+    """Convert everything that is trained to float32. PEFT converts only adapters, not copies of whole modules and biases.
 
-    The frozen weight of a normalisation whose bias is trained, too: torch's kernel for the CPU takes both in one type only.
+    This includes the frozen weight of a normalisation whose bias is trained: torch's CPU kernel needs the same type for both.
     """
     for module in adapted.modules():
         own = list(module.parameters(recurse=False))
@@ -245,7 +242,7 @@ def _hold_in_float32(adapted: PeftModel) -> None:
 
 
 def stored_names(model: PeftModel) -> dict[str, str]:
-    """Parameter name in the model -> tensor name in adapter_model.safetensors, as PEFT itself would write it.
+    """Map each parameter name in the model to the tensor name in adapter_model.safetensors, as PEFT would write it.
 
     Raises InvariantError if PEFT would leave a trained parameter out.
     """
@@ -260,7 +257,7 @@ def stored_names(model: PeftModel) -> dict[str, str]:
 
 
 def second_names(model: PeftModel) -> dict[str, str]:
-    """Further names under which PEFT writes a trained parameter, such as rows that a tied head shares -> its first name."""
+    """Map further names under which PEFT writes a trained parameter, such as rows shared with a tied head, to the first name."""
     first: dict[int, str] = {}
     for stored, tensor in _stored(model):
         first.setdefault(id(tensor), stored)
@@ -271,23 +268,23 @@ def second_names(model: PeftModel) -> dict[str, str]:
 
 
 def fixed_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
-    """What PEFT stores that is not trained, such as random projections: values that follow from the settings alone."""
+    """Return tensors that PEFT stores but does not train, such as random projections, which depend only on the settings."""
     trainable = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     return {stored: tensor.detach() for stored, tensor in _stored(model) if id(tensor) not in trainable}
 
 
 def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    # Parameters themselves, not views of them, so that identity tells which is which.
+    # `keep_vars` returns the parameters themselves, not views, so that they can be compared by identity.
     state = model.state_dict(keep_vars=True)
     stored = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    # With trained biases PEFT also lists what is inside a module that is trained whole: the base's own, frozen, and a copy's bias
-    # a second time, under a name of which no reader knows what to do with it. What an adapter started with is not its own.
+    # With trained biases, PEFT also lists what is inside a module that is trained whole: the base's frozen tensors, and the
+    # copy's bias again under a name that no reader understands. First values are also left out.
     foreign = {ORIGINAL, WHOLE_COPY, FIRST_VALUES}
     yield from ((name, tensor) for name, tensor in stored.items() if not foreign & set(name.split(".")))
 
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
-    """Content of adapter_config.json; sets are sorted, so equal runs give equal bytes."""
+    """Return the content of adapter_config.json; sets are sorted, so equal runs give equal bytes."""
     settings = model.peft_config[ADAPTER].to_dict()
     settings["base_model_name_or_path"] = base_model
     settings["revision"] = revision
@@ -299,7 +296,7 @@ def adapter_settings(model: PeftModel, base_model: str, revision: str | None = N
 
 
 def _double_ranks(settings: dict[str, Any]) -> None:
-    """Of LoRA, with the same scaling: alpha / r, or alpha / sqrt(r)."""
+    """Double LoRA's ranks, and change alpha so that the scaling stays the same: alpha / r, or alpha / sqrt(r)."""
     factor = math.sqrt(2) if settings["use_rslora"] else 2
     settings["r"] *= 2
     settings["lora_alpha"] *= factor
@@ -308,9 +305,9 @@ def _double_ranks(settings: dict[str, Any]) -> None:
 
 
 def _match_feedforward(settings: dict[str, Any]) -> None:
-    """IA3: names of feed-forward modules as the targets spell them, without those that are not targets.
+    """Name IA3's feed-forward modules as the targets are named, and leave out those that are not targets.
 
-    PEFT fills in its own for the model whatever the targets are, and refuses the list when it loads the adapter.
+    Whatever the targets are, PEFT fills in its own list for the model, which it rejects when it loads the adapter.
     """
     names, targets = settings.get("feedforward_modules"), settings.get("target_modules")
     if isinstance(names, set) and isinstance(targets, set) and not names <= targets:
@@ -322,10 +319,10 @@ def _match_feedforward(settings: dict[str, Any]) -> None:
 
 
 def learning_rate_scale(name: str, method: MethodPlan) -> float:
-    """Factor on the learning rate of the parameter called `name`: LoRA+'s ratio for `lora_B`, 1 for everything else.
+    """Return the factor on a parameter's learning rate: LoRA+'s ratio for `lora_B`, 1 for everything else.
 
-    Hayou, Ghosh and Yu, 2024, LoRA+: efficient low rank adaptation of large models: B, which starts at zero, is to learn faster
-    than A. Adapters on embeddings, where it is A that starts at zero, keep the run's rate.
+    Hayou, Ghosh and Yu, 2024, LoRA+: efficient low rank adaptation of large models: B, which starts at zero, must learn faster
+    than A. Adapters of embeddings, whose A starts at zero, keep the run's rate.
     """
     ratio = None if method.lora is None else method.lora.lora_plus_ratio
     return ratio if ratio is not None and "lora_B" in name.split(".") else 1.0

@@ -1,8 +1,8 @@
 """The base model with the tokens that a job adds, as a directory on the workspace that any program can load.
 
-Everything after it reads that directory in place of the base: rehearsal, training, merge and verification know nothing of added
-tokens. `python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does without torch: standard input is
-the order, standard output the findings.
+All later steps read that directory instead of the base: rehearsal, training, merge and verification know nothing of added tokens.
+`python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does not import torch: the order comes on
+standard input, the findings go to standard output.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from finetune_trainer.data.render_chat import Tokenizer
 from finetune_trainer.data.tokenizer import generation_stops, load_tokenizer, unusable
 from finetune_trainer.errors import NO_SPACE
 from finetune_trainer.files import (
+    GENERATION_FILE,
     copy_within,
     publish_directory,
     sync_directory,
@@ -44,19 +45,18 @@ from finetune_trainer.weights.read_model import read_stored_model
 from finetune_trainer.weights.stored import StoredModel
 
 log = logging.getLogger(__name__)
-GENERATION_FILE = "generation_config.json"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ot", ".onnx", ".index.json")
-"""Ends of the names of files with weights, which would be the base's without the tokens."""
+"""Suffixes of weight files. They are not copied, because they hold weights without the added tokens."""
 _PROBES = ("def name(value):\n    return 1", "  Zwei Wörter, 12 345!", "<|im_start|>user\n", "日本語 и русский")
-"""Texts that the tokenizer has to take as before, unless a new token is in them."""
+"""Texts that must give the same tokens as before, unless they contain an added token."""
 
 
 FINDINGS = TypeAdapter(list[Finding])
 
 
 def answer(order: BaseOrder) -> bytes:
-    """What `make_base_with_tokens` finds, as JSON, in a process that is for nothing else. Raises as that does."""
-    # The tokenizer's files are a stranger's.
+    """Return the findings of `make_base_with_tokens` as JSON; raises the same exceptions. Call this in a separate process."""
+    # The tokenizer's files are untrusted.
     limit_memory()
     try:
         found = make_base_with_tokens(order)
@@ -68,8 +68,8 @@ def answer(order: BaseOrder) -> bytes:
 
 
 def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
-    """Why it cannot be made; nothing if it is there. What an earlier preflight has made is replaced, because the base's weights
-    and what belongs to its tokenizer may have changed since.
+    """Make the directory; return findings that say why it cannot be made. The directory of an earlier preflight is replaced,
+    because the base's weights and tokenizer may have changed since then.
 
     Raises OSError.
     """
@@ -92,7 +92,7 @@ def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
 
 
 def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
-    """Raises MergeError if the weights cannot be read as they have to be."""
+    """Make the base with tokens. Raises MergeError if the weights cannot be read as required."""
     checkpoint, config = read_checkpoint(order.base), read_json(order.base / CONFIG_FILE)
     stored = read_stored_model(checkpoint, config)
     vocabulary = vocabulary_of(stored, saved_whole=order.saved_whole)
@@ -103,7 +103,7 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         found = _add_to_tokenizer(order, directory)
     except OSError:
         raise
-    except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
+    except Exception as error:  # noqa: BLE001 - a library reads a user's file; every error is about that file
         found = unusable(order.base, f"tokens cannot be added to the tokenizer ({type(error).__name__}: {str(error)[:500]})")
     if isinstance(found, Finding):
         return found
@@ -131,8 +131,8 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
 
 
 def _two_heads(stored: StoredModel, config: Mapping[str, Any]) -> Finding | None:
-    """A head that config.json ties and that the files hold with other values: transformers loads these, and drops them once it
-    resizes the embeddings, as everybody has to who loads the adapter.
+    """Report a head that config.json ties although the files hold other values for it. transformers loads these values, but drops
+    them when it resizes the embeddings, as every user of the adapter must.
     """
     family = stored.family
     head = next((path for path in family.ties if path in stored.parameters and stored.tie(path) is None), None)
@@ -150,7 +150,7 @@ def _two_heads(stored: StoredModel, config: Mapping[str, Any]) -> Finding | None
 
 
 def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path) -> None:
-    """All but weights, files of the tokenizer, which writes its own, and what is hidden."""
+    """Copy all files except weights, hidden files, and the tokenizer's files, which it writes itself."""
     left_out = {path.name for path in tokenizer_files(order.base)} | set(checkpoint.file_bytes)
     for path in sorted(order.base.iterdir()):
         is_weights = path.name.endswith(_WEIGHTS)
@@ -159,11 +159,11 @@ def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path)
 
 
 def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int, Tokenizer] | Finding:
-    """Ids of the tokens, how many rows the others need, and the tokenizer, which is written to `directory`."""
+    """Write the tokenizer to `directory`; return the added tokens' ids, the number of rows for its own tokens, and itself."""
     from tokenizers import AddedToken
 
     try:
-        # Files with millions of entries are files like others.
+        # First try it with bounds: a valid file may have millions of entries.
         run_sandboxed(lambda: load_tokenizer(order.base, order.allow_remote_code)[1])
     except SandboxEndedError as error:
         return unusable(order.base, f"loading the tokenizer {error}")
@@ -177,7 +177,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     known = known_token(order.tokens, before, library)
     if known is not None:
         return known
-    # Without `normalized` its text is found as it is written, whatever the tokenizer does to other text first.
+    # With `normalized=False` a token's text is matched as written, whatever the tokenizer does to other text first.
     library.add_tokens([AddedToken(each.content, special=each.special, normalized=False) for each in order.tokens])
     library.save_pretrained(directory)
     again, findings = load_tokenizer(directory, order.allow_remote_code)
@@ -189,22 +189,22 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     read = [reader(content, add_special_tokens=False)["input_ids"] for content in contents]
     lost = next((content for content, number, found in zip(contents, ids, read, strict=True) if found != [number]), None)
     if lost is None and len({*ids, *before.values()}) < len(ids) + len({*before.values()}):
-        lost = contents[0]  # its id is another one's, too
+        lost = contents[0]  # its id also belongs to another token
     is_changed = any(after.get(token) != number for token, number in before.items())
     is_changed = is_changed or [reader(text)["input_ids"] for text in probes] != as_before
     if lost is None and not is_changed:
         return ids, 1 + max(before.values()), again
-    what = f"does not take {lost!r} for one token" if lost is not None else "takes other texts otherwise than before"
+    what = f"does not take {lost!r} for one token" if lost is not None else "tokenises other texts differently than before"
     return _finding(
         "added-token-not-kept",
         lost or contents[0],
         f"the tokenizer, saved and read again with the added tokens, {what}",
-        "add the tokens with transformers where you can look at the result, and give that directory as spec.model.source",
+        "add the tokens with transformers, save and check model and tokenizer, and give their directory as spec.model.source",
     )
 
 
 def _stop_at(ids: Sequence[int], tokenizer: Tokenizer, base: Path, directory: Path) -> None:
-    """Let generation stop there, and where it does already."""
+    """Let generation stop at these tokens in addition to those where it already stops."""
     path = directory / GENERATION_FILE
     settings = read_json(path) if path.is_file() else {}
     known = sorted(generation_stops(tokenizer, base))
@@ -230,12 +230,12 @@ def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """For preflight, whose process does without torch."""
+    """Serve preflight, which does not import torch."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--parent", type=int, required=True)
     die_with(arguments.parse_args(argv).parent)
     written = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    # What libraries print is no answer.
+    # Output of libraries must not mix with the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     written.write(answer(BaseOrder.model_validate_json(sys.stdin.read())))

@@ -15,20 +15,19 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.wrap_plan import layer_classes
 
 COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
-"""What inductor calls on a device of this type: a C++ compiler for its CPU kernels, a C compiler for Triton's launcher."""
+"""Compilers of which inductor needs one for a device type: C++ for its CPU kernels, C for Triton's launcher."""
 LAUNCHER = Path("/opt/finetune/launcher")
-"""Where the image has that launcher compiled (trainer_image/layers/build-launcher.sh)."""
+"""Directory in the image that has the compiled launcher (trainer_image/layers/build-launcher.sh)."""
 
 
 def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
-    """Compile each layer of the classes that FSDP would wrap, at its first call; how many there are. Raises ConfigError."""
+    """Have each layer of the classes that FSDP would wrap compiled at its first call; return their number. Raises ConfigError."""
     wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     if torch.are_deterministic_algorithms_enabled():
         from torch._inductor import config
 
-        # The compiler would else choose between kernels by measuring them, and sums in one order in this attempt and in another
-        # in the next.
+        # Otherwise the compiler would choose kernels by measuring them, and two attempts could add in different orders.
         config.deterministic = True
     if _has_launcher() and not _is_installed("cuda"):
         take_launcher()
@@ -41,7 +40,7 @@ def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
 def _with_steady_bounds(
     _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Bounds of documents that call for no new code in the next batch: of any number, and of few greatest lengths."""
+    """Avoid recompiling for the next batch: the number of document bounds is dynamic, greatest lengths become powers of two."""
     bounds = {name: kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in kwargs}
     for each in bounds.values():
         torch._dynamo.maybe_mark_dynamic(each, 0)  # noqa: SLF001 - torch.compiler has no name for it
@@ -50,7 +49,7 @@ def _with_steady_bounds(
 
 
 def missing_compiler(device_type: str) -> tuple[str, ...]:
-    """The programs of which one is needed to compile for this type of device; empty where one is installed, or none needed."""
+    """Return the compilers of which this device type needs one; empty if one is installed or not needed."""
     has_it = _is_installed(device_type) or (device_type == "cuda" and _has_launcher())
     return () if has_it else COMPILERS[device_type]
 
@@ -64,23 +63,23 @@ def _has_launcher() -> bool:
 
 
 def _compiled(name: str) -> Path:
-    """Where the image would have a module for this Python."""
+    """Return the path that a module for this Python would have in the image."""
     return LAUNCHER / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def take_launcher() -> None:
-    """Let Triton take its launcher from the image, where it would call a compiler. Everything else it compiles by itself."""
+    """Let Triton take its launcher from the image instead of calling a compiler. It compiles everything else by itself."""
     from triton import knobs
 
     knobs.build.impl = _of_the_image
 
 
 def _of_the_image(name: str, *_source: Any) -> str:
-    """The path of a compiled module. Raises ConfigError for another one than the launcher."""
+    """Return the path of the compiled launcher. Raises ConfigError for any other module."""
     path = _compiled(name)
     if not path.exists():
         raise ConfigError(
-            f"spec.training.compile: Triton wants {name} compiled, which the trainer image does not have",
+            f"spec.training.compile: Triton needs {name} in compiled form, which the trainer image does not have",
             "set spec.training.compile: false, or use a trainer image with a C compiler",
         )
     return str(path)

@@ -1,4 +1,4 @@
-"""Which element type is used where: plan and stored type -> types of loading, computing, reducing and saving, and who casts."""
+"""Element types by use: plan and stored type -> types for loading, computing, reducing and saving, and what casts to them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ class ModelDtypes:
     """Element types of one run."""
 
     load: torch.dtype
-    """Base weights in memory."""
+    """The type of base weights in memory."""
     param: torch.dtype | None
-    """Gathered parameters in forward and backward; None: as they are held."""
+    """The type of gathered parameters in forward and backward; None: the type in which ranks hold them."""
     reduce: torch.dtype | None
-    """Gradients while they are reduced."""
+    """The type of gradients while they are reduced."""
     save: torch.dtype
-    """A fully fine-tuned model on disk."""
+    """The type of a fully fine-tuned model on disk."""
 
 
 @dataclass(frozen=True)
 class ModelCasts:
-    """Who casts to the element type of the computation; None: nobody does."""
+    """Types to which FSDP and autocast cast for the computation; None: no cast."""
 
     by_fsdp: torch.dtype | None
-    """The parameters that a unit gathers; under version 2 inputs and outputs of units, too."""
+    """The type of the parameters that a unit gathers; with FSDP 2, also of the inputs and outputs of units."""
     by_autocast: torch.dtype | None
-    """The operands of products."""
+    """The type of the operands of products."""
 
 
 def torch_dtype(dtype: Dtype) -> torch.dtype:
-    """The torch type of the same name."""
+    """Return the torch type of the same name."""
     return {Dtype.BFLOAT16: torch.bfloat16, Dtype.FLOAT16: torch.float16, Dtype.FLOAT32: torch.float32}[dtype]
 
 
 def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
-    """Types of a run on a base model whose weights are stored as `stored`."""
+    """Return the types of a run on a base model whose weights are stored as `stored`."""
     found = resolve_elements(plan, dtype_name(stored))
     return ModelDtypes(
         load=getattr(torch, found.load),
@@ -54,7 +54,7 @@ def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
 
 
 def resolve_casts(plan: RunPlan, dtypes: ModelDtypes, world_size: int) -> ModelCasts:
-    """Who casts to `dtypes.param` in a gang of this size."""
+    """Decide whether FSDP or autocast does the cast to `dtypes.param` in a gang of this size."""
     computed = None if dtypes.param is None else dtype_name(dtypes.param)
     found = casts(plan.method.type, plan.parallelism.fsdp.version, world_size, computed)
     return ModelCasts(
@@ -64,7 +64,7 @@ def resolve_casts(plan: RunPlan, dtypes: ModelDtypes, world_size: int) -> ModelC
 
 
 def computes_in_float16(plan: RunPlan, dtypes: ModelDtypes) -> bool:
-    """Whether a gradient may pass through float16, where small ones vanish unless the loss is scaled."""
+    """Whether a gradient may pass through float16, where small gradients vanish unless the loss is scaled."""
     quantization = plan.method.quantization
     packed = quantization.compute_dtype if quantization else None
     return torch.float16 in (dtypes.load, dtypes.param, dtypes.reduce) or packed is Dtype.FLOAT16

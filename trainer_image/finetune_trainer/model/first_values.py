@@ -1,9 +1,10 @@
 """First values of adapters that start from the base's own weights: PiSSA (Meng et al., 2024) and OLoRA (Buyukakyuz, 2024).
 
-Computed once for a run and kept on its workspace, because a decomposition has other bits on another machine or with another
-number of threads: a restart that computed it again would continue from other values than it trained. A checkpoint names the
-file's digest. `python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is held: standard input
-is the plan, standard output the digest.
+They are computed once for a run and kept on its workspace: another machine or number of threads would give other bits, so a
+restart that computed them again would not continue what was trained. A checkpoint names the file's digest.
+
+`python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is allocated: standard input is the
+plan, standard output the digest.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from finetune_trainer.processes.start import die_with, end
 
 log = logging.getLogger(__name__)
 _RUN = "learning_sha256"
-"""In the file's metadata: the run that the values belong to."""
+"""Key in the file's metadata for the run that the values belong to."""
 
 
 def ensure_first_values(plan: RunPlan, base_model: Path, path: Path) -> str:
-    """SHA-256 of the file of this run's first values at `path`; computes and writes it if it is not there.
+    """Return the SHA-256 of the file `path` with this run's first values, which is written if it is missing.
 
-    One whole weight in memory at a time, and the adapter. Raises ModelError, and OSError as the file system does.
+    Memory holds the adapter and one whole weight at a time. Raises ModelError, OSError.
     """
     if _run_of(path) != learning_sha256(plan):
         _write(_decomposed(plan, base_model), path, learning_sha256(plan))
@@ -52,7 +53,7 @@ def ensure_first_values(plan: RunPlan, base_model: Path, path: Path) -> str:
 
 def _run_of(path: Path) -> str | None:
     try:
-        # A pipe that somebody put there would be waited for, and a link would show another file.
+        # Opening a pipe at this path would block, and a link would lead to another file.
         open_regular(path, follow=False).close()
         with safe_open(path, framework="pt") as file:
             found: str | None = (file.metadata() or {}).get(_RUN)
@@ -66,7 +67,7 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path, run: str) -> None:
         leftover.unlink(missing_ok=True)
     temporary = temporary_beside(path)
     try:
-        # One entry: safetensors writes several in any order, and equal values are to have equal digests.
+        # A single entry, since safetensors writes several in any order, and equal values must have equal digests.
         save_file(dict(tensors), temporary, metadata={_RUN: run})
         sync_file(temporary)
         temporary.rename(path)
@@ -77,7 +78,7 @@ def _write(tensors: Mapping[str, torch.Tensor], path: Path, run: str) -> None:
 
 
 def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
-    """By the names that PEFT gives them in its files, in the element type in which the base is loaded."""
+    """Return the first values by their names in PEFT's files, in the element type in which the base is loaded."""
     if plan.method.lora is None:
         raise InvariantError(f"{plan.method.type.value} has no first values")
     loaded = resolve_dtypes(plan, stored_dtype(base_model)).load
@@ -118,9 +119,9 @@ def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
 
 
 def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A [rank, inputs] and B [outputs, rank] that `weight` [outputs, inputs] gives, all in float32.
+    """Return A [rank, inputs] and B [outputs, rank] of `weight` [outputs, inputs], all in float32.
 
-    As peft computes them (LoraLayer.pissa_init, olora_init), but of OLoRA's factors only the columns and rows that are used.
+    They are computed as in peft (LoraLayer.pissa_init, olora_init), except for columns and rows of OLoRA that are not used.
     """
     if init is LoraInit.OLORA:
         columns, _ = torch.linalg.qr(weight[:, :rank])
@@ -137,9 +138,9 @@ def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, s
 
 
 def start_from(model: PeftModel, path: Path) -> None:
-    """Give the adapters the first values in the file, and what is taken off, too. Call before sharding.
+    """Set the adapters, and the frozen adapters that subtract them, to the values in the file. Call this before sharding.
 
-    Both in the same bits, so that training starts at the base model. Raises InvariantError if the file is another model's.
+    Both get the same bits, so training starts at the base model. Raises InvariantError if the file is for another model.
     """
     with safe_open(path, framework="pt") as file, torch.no_grad():
         held = set(file.keys())
@@ -156,14 +157,14 @@ def start_from(model: PeftModel, path: Path) -> None:
 
 
 def main() -> int:
-    """For preflight, whose process does without torch."""
+    """Serve preflight, which does not import torch."""
     arguments = argparse.ArgumentParser()
     for name in ("--parent", "--model", "--to"):
         arguments.add_argument(name, required=True)
     given = arguments.parse_args()
     die_with(int(given.parent))
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    # What libraries print is no answer.
+    # Output of libraries is not the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     plan = RunPlan.model_validate_json(sys.stdin.read())

@@ -1,4 +1,4 @@
-"""Trained copies of embeddings are held in float32; what they return goes on in the type of the model."""
+"""Trained copies of embeddings that are held in float32 but return the type of the model."""
 
 from __future__ import annotations
 

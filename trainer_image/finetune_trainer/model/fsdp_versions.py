@@ -1,4 +1,4 @@
-"""Sharding by version 1 or 2 of FSDP, and when gradients are summed over ranks: after each micro-step or once per step."""
+"""Shards a model with version 1 or 2 of FSDP, and sums gradients over ranks after each micro-step or once per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from finetune_trainer.model.wrap_plan import unit_names
 
 
 def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, device: torch.device) -> nn.Module:
-    """A sharded wrapper of `model`. Raises ConfigError if a unit's parameters cannot be joined in one flat parameter."""
+    """Wrap and shard `model`. Raises ConfigError if the parameters of a unit cannot be joined into one flat parameter."""
     names = unit_names(model, fsdp)
     check_flat_units(model, names, fsdp)
     modules = dict(model.named_modules())
@@ -41,7 +41,7 @@ def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, devi
         mixed_precision=MixedPrecision(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
         cpu_offload=CPUOffload(offload_params=fsdp.offload_params),
         device_id=device,
-        # torch broadcasts only from accelerators; nothing is lost, because all ranks load the same files with the same seed.
+        # torch cannot broadcast from a CPU. That loses nothing, as all ranks load the same files with the same seed.
         sync_module_states=bool(fsdp.sync_module_states) and device.type != "cpu",
         use_orig_params=bool(fsdp.use_orig_params),
     )
@@ -51,11 +51,10 @@ def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, devi
 
 
 def _leave_inputs_to_units(model: nn.Module) -> None:
-    """Units of adapters cast what they are given.
+    """Let adapters that are units cast their inputs themselves.
 
-    PEFT would cast it before, to the type of the weight that it sees there: the stored one until the unit first gathers its
-    weight, and the computation's ever after, so that the first pass after a restart would round what dropout leaves in another
-    type.
+    PEFT would cast inputs earlier, to the type of the weight that it sees: the stored type until the unit first gathers its
+    weight, then the computation's type. The first pass after a restart would round the output of dropout differently.
     """
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer) and any(
@@ -69,9 +68,9 @@ def _leave_inputs_to_units(model: nn.Module) -> None:
 def shard_with_fsdp2(
     model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, mesh: DeviceMesh, whole: Sequence[nn.Parameter] = ()
 ) -> nn.Module:
-    """Shard `model` in place over `mesh`; the model itself. Each rank keeps all of the parameters in `whole`."""
+    """Shard `model` in place over `mesh` and return it. Each rank keeps all of the parameters in `whole`."""
     for parameter in whole:
-        # FSDP moves only what it shards.
+        # FSDP moves only parameters that it shards to the device, so these are moved here.
         parameter.data = parameter.data.to(mesh.device_type)
     modules = dict(model.named_modules())
     units = [modules[name] for name in unit_names(model, fsdp)]
@@ -79,7 +78,7 @@ def shard_with_fsdp2(
         fully_shard(
             module,
             mesh=mesh,
-            # Unset, torch would take another value for the root than for the other units.
+            # If this were unset, torch would use one value for the root and another for the other units.
             reshard_after_forward=fsdp.reshard_after_forward is not False,
             mp_policy=MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
             offload_policy=CPUOffloadPolicy() if fsdp.offload_params else OffloadPolicy(),
@@ -90,22 +89,22 @@ def shard_with_fsdp2(
 
 @dataclass(frozen=True)
 class Reduction:
-    """When gradients are reduced. Decided once for a run: each rank, before and after a restart, has to add in the same order."""
+    """The times at which gradients are reduced: fixed for a run, because all ranks and restarts must add in the same order."""
 
     every_micro_step: bool = True
     keeps_gathered: bool = False
-    """Whether FSDP 2 leaves parameters whole between forward and backward."""
+    """Whether FSDP 2 keeps parameters gathered between forward and backward."""
 
 
 _told: WeakKeyDictionary[FSDPModule, tuple[bool, bool]] = WeakKeyDictionary()
-"""What `reducing` has told each model: whether to reduce gradients, and whether to give gathered parameters up after backward."""
+"""Latest settings that `reducing` gave each model: whether to reduce gradients, and to free parameters after backward."""
 
 
 def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
-    """Within: one forward and backward pass, after which gradients are reduced only where that is due.
+    """A context for one forward and backward pass, after which gradients are reduced only if that is due.
 
-    Parameters that stay whole between forward and backward anyway stay so until the last pass of an optimizer step, which changes
-    them: they are gathered once and not at each pass.
+    Parameters that stay gathered between forward and backward stay so until the last pass before an optimizer step changes them,
+    so they are gathered once per step instead of once per pass.
     """
     is_due = reduction.every_micro_step or is_last
     if isinstance(model, FSDPModule):

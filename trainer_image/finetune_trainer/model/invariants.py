@@ -1,4 +1,4 @@
-"""What must hold of a model that is trained: asserted in preflight, after wrapping, after the first step and after each save."""
+"""Invariants of a trained model, which are checked in preflight, after sharding, after the first step and after saving."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from finetune_trainer.weights.rounding import dtype_name
 MAGNITUDE = "lora_magnitude_vector"
 LORA_MARKS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "trainable_tokens_delta")
 _STARTS_AT_ZERO = frozenset({"lora_B", "lora_embedding_A"})
-"""One of an adapter's two matrices; of an embedding's it is the other one (peft.tuners.lora.layer.reset_lora_parameters)."""
+"""Names of the LoRA matrix that starts at zero: A for embeddings, else B (peft.tuners.lora.layer.reset_lora_parameters)."""
 SAVED_WHOLE = "modules_to_save"
 
 
 def trainable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Name and global shape of each parameter that is trained. Call before sharding, when shapes are still global."""
+    """Return each trained parameter's name and global shape. Call this before sharding, which makes shapes local."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def check_trainable(model: nn.Module, plan: RunPlan, frozen: Collection[str] = ()) -> None:
-    """Exactly what the method names is trained; of a whole model all but what is `frozen` in its code. Raises InvariantError."""
+    """Check that exactly the method's parameters are trained: all but `frozen`, if it trains the model. Raises InvariantError."""
     wrong = [
         name
         for name, parameter in model.named_parameters()
@@ -55,31 +55,31 @@ def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) ->
         if any(mark in parts for mark in LORA_MARKS):
             return FIRST_VALUES not in parts
         return parameter.requires_grad and parts[-1] == "bias" and method.lora.bias is not LoraBias.NONE
-    # PEFT marks what a method adds with the method's prefix; some of it is fixed on purpose.
+    # PEFT gives what a method adds the method's prefix; some of that is frozen on purpose.
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]
     adds_bias = parts[-1] == "bias" and method.adapter is not None and method.adapter.settings.get("bias", "none") != "none"
     return parameter.requires_grad and (adds_bias or any(part.startswith(prefix) for part in parts))
 
 
 def check_magnitudes(model: nn.Module) -> None:
-    """DoRA divides each row of a weight by its norm: a row of zeros, such as that of a padding token, has no direction.
+    """Refuse rows of zeros, such as that of a padding token: DoRA divides each row of a weight by its norm.
 
-    Nor has a row of which only the rounding of B @ A is left, as where both start orthogonal to each other. Call before sharding.
-    Layers that are packed later are looked at then (check_norms). Raises ConfigError.
+    A row that holds only rounding errors of B @ A is also refused. Call this before sharding. Layers that are packed later are
+    checked when they are packed (check_norms). Raises ConfigError.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or is_to_be_packed(layer.get_base_layer()):
             continue
         for adapter, magnitude in layer.lora_magnitude_vector.items():
             factors = None
-            if adapter in layer.lora_A:  # not of an embedding, whose B starts at zero
+            if adapter in layer.lora_A:  # an embedding has none here, and its B does not matter, as A starts at zero
                 factors = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
             check_norms(name, magnitude.weight.detach().flatten().float(), factors, layer.scaling[adapter])
 
 
 def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float) -> None:
-    """No row of a layer's weight and update is zero. norms: float32 [rows]; factors: A [r, columns] and B [rows, r], None if B
-    is zero. Raises ConfigError.
+    """Check that no row of the sum of a layer's weight and update is zero. norms: of the rows, float32 [rows]; factors: A [r,
+    columns] and B [rows, r]; None: the update is zero. Raises ConfigError.
     """
     nothing = norms <= (torch.zeros_like(norms) if factors is None else _rounding_of_product(*factors, scaling))
     if bool(nothing.any()):
@@ -88,7 +88,7 @@ def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, to
 
 
 def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
-    """What is wrong with a layer's weight for DoRA, and the fix. kind: row or column."""
+    """Return the message that DoRA cannot use a layer's weight, and the fix. kind: row or column."""
     message = (
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
         f"NaN, or the {kind} one of rounding errors"
@@ -97,9 +97,9 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
 
 
 def _rounding_of_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Most that rounding in float32 makes of each row of `scaling * B @ A` that is zero: r * u * |row of B| * |A|.
+    """Return for each row of `scaling * B @ A` the largest rounding error if it is exactly zero: r * u * |row of B| * |A|.
 
-    Float32 [rows]. Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
+    The result is float32 [rows]. Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
     """
     unit = torch.finfo(torch.float32).eps / 2
     bound: torch.Tensor = abs(scaling) * a.shape[0] * unit * b.float().flatten(1).norm(dim=1) * a.float().norm()
@@ -107,7 +107,7 @@ def _rounding_of_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> to
 
 
 def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
-    """Under FSDP 1 adapters in a unit with the base are held like it, and it must then be float32. Raises ConfigError."""
+    """Check that FSDP 1 holds adapters in float32: unless they are cast, they have the type of the base. Raises ConfigError."""
     load = resolve_dtypes(plan, stored).load
     if plan.method.adapter is not None and not plan.method.adapter.autocast_adapter_dtype and load is not torch.float32:
         name = dtype_name(load)
@@ -119,9 +119,9 @@ def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
 
 
 def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPlan) -> None:
-    """The parameters of each unit can be joined into the one flat parameter of FSDP 1. Raises ConfigError.
+    """Check that the parameters of each unit can be joined into the one flat parameter of FSDP 1. Raises ConfigError.
 
-    A unit of integers alone is what the rules refuse, for which the manifest is enough.
+    Units of integers only are left to the rules, which can refuse them by the manifest alone.
     """
     for unit, parameters in by_unit(held_parameters(model), unit_names).items():
         shown = unit or "the root unit"
@@ -141,7 +141,7 @@ def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPl
 
 
 def _ways_to_shard(model: nn.Module, fsdp: FsdpPlan) -> str:
-    """Each single change after which no unit has a conflict."""
+    """Return the fix, which names each single change that removes the conflict from all units."""
     changed = {
         "peftWrapPolicy: true": fsdp.model_copy(update={"peft_wrap_policy": True}),
         "useOrigParams: true": fsdp.model_copy(update={"use_orig_params": True}),
@@ -156,12 +156,12 @@ def _ways_to_shard(model: nn.Module, fsdp: FsdpPlan) -> str:
 
 
 def has_learnt(pieces: Iterable[tuple[str, torch.Tensor]]) -> bool:
-    """Whether some value of what starts at zero is no longer zero among these local pieces."""
+    """Whether any parameter that started at zero has a value other than zero in its local piece."""
     return any(not _STARTS_AT_ZERO.isdisjoint(name.split(".")) and bool(values.ne(0).any()) for name, values in pieces)
 
 
 def check_saved(found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Saved tensors are those expected: names, count, shapes, and every value finite. Raises InvariantError."""
+    """Check that saved tensors have the expected names and shapes, and that every value is finite. Raises InvariantError."""
     missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
     if missing or extra:
         raise InvariantError(f"saved {len(found)} tensors of {len(expected)}: missing {missing[:5]}, not expected {extra[:5]}")

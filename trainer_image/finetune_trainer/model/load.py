@@ -1,4 +1,4 @@
-"""Base model directory -> transformers model. safetensors only; nothing is fetched; remote code only if the plan allows it."""
+"""Base model directory -> transformers model. Reads only safetensors, fetches nothing, and runs remote code only if allowed."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ SAFETENSORS_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.
 
 
 def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
-    """The configuration of the model that transformers loads. Raises ModelError."""
+    """The configuration of the model as transformers loads it. Raises ModelError."""
     config = stated_config(plan, directory)
     if _has_two_heads(config, directory):
-        # PEFT, and what builds the model without its files, look at the configuration alone.
+        # PEFT, and code that builds the model without its files, see only the configuration, so it is untied as well.
         _untie(config)
     return config
 
 
 def stated_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
-    """What config.json says. Raises ModelError."""
+    """Return the configuration that config.json states. Raises ModelError."""
     if not (directory / "config.json").is_file():
         raise ModelError(
             f"spec.model.source: {directory}/config.json does not exist",
@@ -66,13 +66,13 @@ def _untie(config: PreTrainedConfig) -> None:
 
 
 def _has_two_heads(config: PreTrainedConfig, directory: Path) -> bool:
-    """Whether config.json ties the output head, and the files hold values of its own for it, which transformers takes then."""
+    """Whether config.json ties the output head although the files hold other values for it, which transformers then uses."""
     text = config.get_text_config()
     if not ties_head(config):
         return False
     try:
         tensors = read_checkpoint(directory).tensors
-        # The library is asked about unknown types of models, which takes a while, only if there may be a second head.
+        # Looking up an unknown type of model in the library is slow, so this is done only if there may be a second head.
         if (
             sum(
                 header.shape[:1] == (getattr(text, "vocab_size", None),) and len(header.shape) == 2 for header in tensors.values()
@@ -83,14 +83,14 @@ def _has_two_heads(config: PreTrainedConfig, directory: Path) -> bool:
         stored = read_json(directory / CONFIG_FILE)
         model = StoredModel(tensors, stored, family_of(stored, tensors))
         return not model.family.always_tied and bool(differing_ties(model))
-    except (MergeError, OSError):  # what is wrong with the files, those who read them say
+    except (MergeError, OSError):  # the code that reads the files reports what is wrong
         return False
 
 
 def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
-    """What transformers is asked for: the plan's, but for a choice of ours that the architecture does not have.
+    """Return the attention to request from transformers: the plan's, or eager if we chose that and the architecture lacks it.
 
-    Of varlen, which variable_length.py installs in the model that is trained, what it takes the place of.
+    For varlen, this is the attention that varlen replaces; variable_length.py installs varlen in the trained model.
     """
     asked = plan.model.attention
     is_our_choice = asked is Attention.VARLEN or any(choice.field == ATTENTION_FIELD for choice in plan.choices)
@@ -104,7 +104,7 @@ def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Element type of most of the stored values, read from the headers of the safetensors files. Raises ModelError."""
+    """Return the element type with the most stored bytes, by the headers of the safetensors files. Raises ModelError."""
     try:
         tensors = read_checkpoint(directory).tensors.values()
     except (MergeError, OSError) as error:
@@ -124,29 +124,23 @@ def stored_dtype(directory: Path) -> torch.dtype:
 
 
 def build_on_meta(plan: RunPlan, directory: Path) -> PreTrainedModel:
-    """The model's structure without its weights: every tensor on torch's meta device."""
+    """Build the model's structure without its weights, with every tensor on torch's meta device."""
     config = load_config(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=attention_of(plan, config),
-            trust_remote_code=plan.model.allow_remote_code,
+            config, dtype=dtype, attn_implementation=attention_of(plan, config), trust_remote_code=plan.model.allow_remote_code
         )
     return model
 
 
 def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
-    """The model's structure on the CPU: parameters of zeros that take no room, and computed buffers."""
+    """Build the model's structure on the CPU. Its buffers are computed; its parameters are zeros that take no memory."""
     config = load_config(plan, directory)
     dtype = resolve_dtypes(plan, stored_dtype(directory)).load
     with without_values(allow_remote_code=plan.model.allow_remote_code):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=attention_of(plan, config),
-            trust_remote_code=plan.model.allow_remote_code,
+            config, dtype=dtype, attn_implementation=attention_of(plan, config), trust_remote_code=plan.model.allow_remote_code
         )
     reserve_parameters(model)
     return model
@@ -154,18 +148,18 @@ def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
 
 @contextmanager
 def without_values(*, allow_remote_code: bool) -> Iterator[None]:
-    """While models are built: parameters go to the meta device and are not initialised, buffers are computed as ever.
+    """Change how the body builds models: parameters go to the meta device and are not initialised, but buffers are computed.
 
-    To draw random values that are not there takes half of the time of building. A model of the library computes its buffers
-    while it is made; code of others might do so where it initialises parameters.
+    Random first values, which are not needed, would take half of the time. The library's models compute buffers while they are
+    built; remote code might do so where it initialises parameters, which it therefore still does.
     """
     with init_empty_weights(include_buffers=False), nullcontext() if allow_remote_code else no_init_weights():
         yield
 
 
 def reserve_parameters(model: PreTrainedModel) -> None:
-    """Give a model built on the meta device parameters of zeros on the CPU, which take no room until they are written."""
-    # Each assignment while the model was built made a parameter of its own.
+    """Replace a model's parameters on the meta device by zeros on the CPU, which take no memory until they are written."""
+    # Each assignment to the meta device made a separate parameter while the model was built, so weights are tied again.
     model.tie_weights()
     tied = find_tied_parameters(model)
     for name, parameter in list(model.named_parameters()):
@@ -174,9 +168,9 @@ def reserve_parameters(model: PreTrainedModel) -> None:
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no room until they are written: fresh pages, which no allocator promises of memory that it uses again.
+    """Return zeros that take no memory until they are written: new pages, which an allocator that reuses memory does not give.
 
-    Private ones: a shared page takes its room as soon as it is read.
+    The pages are private, because a shared page takes memory as soon as it is read.
     """
     count = math.prod(shape)
     pages = mmap.mmap(-1, max(count * dtype.itemsize, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -184,10 +178,10 @@ def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> PreTrainedModel:
-    """The model with its weights, in training mode, quantised if the plan says so.
+    """Load the model with its weights in training mode; quantise it if the plan says so.
 
-    On the CPU until it is sharded; a quantised one goes to `device`, because quantising is done there. Training mode from the
-    start: `from_pretrained` returns evaluation mode. Raises ModelError.
+    The model is on the CPU until it is sharded, but a quantised model is on `device`, which quantises it. Training mode is set
+    here, because `from_pretrained` sets evaluation mode. Raises ModelError.
     """
     config = load_config(plan, directory)
     dtypes = resolve_dtypes(plan, stored_dtype(directory))
@@ -199,8 +193,8 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
         model: PreTrainedModel
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
-            # Whether two heads are the same is decided there once for all who load: transformers compares values that it has
-            # converted, and so would tie those that differ in their element type alone.
+            # load_config decides for all loaders whether two heads are the same. transformers would compare converted values, and
+            # so tie heads that differ only in element type.
             config=config,
             dtype=dtypes.load,
             attn_implementation=attention_of(plan, config),
@@ -228,9 +222,9 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
 
 
 def freeze_as_built(model: nn.Module, built: nn.Module) -> None:
-    """Freeze what the architecture's own code freezes, such as a router's correction bias, which transformers loads as trained.
+    """Freeze what the architecture's own code freezes, such as a router's correction bias: transformers loads it as trainable.
 
-    `built`: another one of the same architecture, as its class made it.
+    `built`: a model of the same architecture, fresh from its class's constructor.
     """
     frozen = frozen_names(built)
     for name, parameter in model.named_parameters():
@@ -239,14 +233,14 @@ def freeze_as_built(model: nn.Module, built: nn.Module) -> None:
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that are not trained."""
+    """Return the names of the parameters that are not trained."""
     return {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
-    """Element type as which packed 4-bit weights are stored: left open, one that nothing converts as if it held numbers.
+    """Return the element type that holds packed 4-bit weights; the default is one to which no code converts numbers.
 
-    FSDP 1 flattens them with what is held in the same unit; FSDP 2 casts all that it gathers to the type of the computation.
+    FSDP 1 flattens them with the other parameters of their unit; FSDP 2 casts everything it gathers to the computation's type.
     """
     quantization, fsdp = plan.method.quantization, plan.parallelism.fsdp
     if quantization is not None and quantization.quant_storage is not None:
@@ -256,7 +250,7 @@ def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
 
 
 def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype, storage: torch.dtype) -> BitsAndBytesConfig:
-    """Settings of transformers for bitsandbytes. `storage`: element type as which packed weights are stored."""
+    """Return transformers' settings for bitsandbytes. `storage`: element type in which packed weights are stored."""
     if quantization.bits == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -269,7 +263,7 @@ def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype
 
 
 def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without values."""
+    """Return a meta tensor."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -279,9 +273,9 @@ def pack_layers(
     storage: torch.dtype,
     made: Callable[[Sequence[int], torch.dtype], torch.Tensor] = empty_on_meta,
 ) -> None:
-    """Put 4-bit or 8-bit layers in place of those that transformers would quantise, their weights in the shape of packed ones.
+    """Replace the layers that transformers would quantise by 4-bit or 8-bit layers with weights in the shape of packed ones.
 
-    `made`: makes the packed weights, whose values are still to come.
+    `made`: creates the tensors of packed weights, whose values are filled in later.
     """
     import bitsandbytes
 
@@ -297,7 +291,7 @@ def pack_layers(
             packed = made((-(-module.weight.numel() // values_per_element), 1), held)
             module.weight = _packed_parameter(module.weight, packed)
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
-            # PEFT and FSDP look at the element type; its own parameter class would compute.
+            # PEFT and FSDP need only the element type; the library's parameter class would start to quantise.
             module.weight = nn.Parameter(made(module.weight.shape, torch.int8), requires_grad=False)
         else:
             continue

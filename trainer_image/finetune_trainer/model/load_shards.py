@@ -1,9 +1,9 @@
-"""A base model of which each rank reads its own shards only: host memory for a shard and a block, not for the whole model.
+"""A base model of which each rank reads only its shards: host memory holds a shard and a block, not the whole model.
 
-Life of a parameter:  zeros that nobody has written (the pages of such memory take no room)
-                      -> sharded like any other, which copies the shard and frees the rest
-                      -> the shard filled from the safetensors files, block by block.
-Only for models whose weights are in the files under the model's own names; others are loaded whole (model/load.py).
+Life of a parameter: zeros that have never been written (such pages take no memory)
+    -> sharded like any other, which copies the shard and frees the rest
+    -> the shard is filled from the safetensors files, block by block.
+This works for models whose files hold the weights under the model's own names; others are loaded whole (model/load.py).
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_che
 
 log = logging.getLogger(__name__)
 BLOCK_BYTES = 16 * 2**20
-"""Read at a time."""
+"""Number of bytes that are read at a time."""
 
 
 def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, TensorHeader] | None:
-    """Headers by parameter name if the files hold this model as it is; None: a loader has to convert something."""
+    """Return headers by parameter name; None if a loader must convert, because the files hold different tensors."""
     if get_model_conversion_mapping(model, add_legacy=False):
         return None
     try:
         headers = read_checkpoint(directory).tensors
     except MergeError:
         return None
-    # named_parameters() names a tied weight once; state_dict() leaves out the buffers that are computed.
+    # named_parameters() names a tied weight once, and state_dict() leaves out computed buffers, so both are combined.
     buffers = dict(model.named_buffers())
     wanted = dict(model.named_parameters()) | {name: buffers[name] for name in model.state_dict() if name in buffers}
     for name, tensor in wanted.items():
@@ -68,18 +68,18 @@ def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, Tens
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A base model whose parameters are zeros that nobody has written, and where their values are stored."""
+    """A base model whose parameters are zeros that have never been written, with the places of their stored values."""
 
     module: PreTrainedModel
-    """In training mode, its computed buffers computed."""
+    """The model in training mode. Buffers that are computed have their values."""
     headers: Mapping[str, TensorHeader]
-    """By every name of a parameter, those that are tied to another included, and by names of stored buffers."""
+    """Headers by parameter name, including all names of tied parameters, and by the names of stored buffers."""
 
 
 def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) -> UnloadedModel | None:
-    """The model as a rank can load its shards, with layers of 4 bits where the plan packs it; None: it has to be loaded whole.
+    """Return a model whose shards a rank can load, with 4-bit layers if the plan packs weights; None: load the whole model.
 
-    `device`: where it is to be trained. Raises ModelError.
+    `device`: the device for training. Raises ModelError.
     """
     quantization = plan.method.quantization
     bits = None if quantization is None else quantization.bits
@@ -102,9 +102,9 @@ def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) ->
 
 
 def tied_headers(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Headers of parameters that other parameters are, by the names that the files do not have.
+    """Return the header of each parameter by all of its names, including names of tied parameters that the files lack.
 
-    An adapter can separate them: a trained copy of a tied output head starts at the values of the input embedding.
+    An adapter can separate tied parameters: a trained copy of the output head starts at the values of the input embedding.
     """
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
@@ -112,13 +112,13 @@ def tied_headers(model: PreTrainedModel, headers: Mapping[str, TensorHeader]) ->
 
 
 def keeps_some_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> bool:
-    """Whether transformers would hold some modules in float32 and others not."""
+    """Whether transformers would hold only some of the modules in float32."""
     always = bool(model._keep_in_fp32_modules_strict)  # noqa: SLF001 - transformers has no public name for it
     return dtype is not torch.float32 and (always or (dtype is torch.float16 and bool(model._keep_in_fp32_modules)))  # noqa: SLF001
 
 
 def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
-    """Whether DoRA adapts an embedding, whose norms run the other way."""
+    """Whether DoRA adapts an embedding, for which it uses the norms of columns."""
     lora = plan.method.lora
     if lora is None or not lora.use_dora:
         return False
@@ -127,10 +127,10 @@ def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
 
 
 def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
-    """DoRA: start each magnitude at the norms of its base weight, one whole weight in memory at a time. Call before sharding.
+    """DoRA: set each magnitude to the norms of its weight, with one whole weight in memory at a time. Call this before sharding.
 
-    Those of 4-bit weights are measured as they are packed (model/pack_shards.py). Raises InvariantError for a layer of a kind
-    that is not linear.
+    Magnitudes of 4-bit weights are measured when those are packed (model/pack_shards.py). Raises InvariantError for a layer that
+    is not linear.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
@@ -151,8 +151,8 @@ def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) ->
 def initial_magnitudes(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, *, is_transposed: bool = False
 ) -> torch.Tensor:
-    """Norms of the rows of `weight` + `scaling` * `b` @ `a`, by PEFT's own function. weight: [rows, columns], or the other way
-    round where `is_transposed`; a and b in the element type in which PEFT attaches them.
+    """Return the norms of the rows of `weight` + `scaling` * `b` @ `a`, computed by PEFT. weight: [rows, columns], or transposed
+    if `is_transposed`; a, b: in the element type in which PEFT attaches them.
     """
     measured, magnitude = nn.Linear(1, 1, bias=False), DoraLinearLayer(is_transposed)
     measured.weight = nn.Parameter(weight, requires_grad=False)
@@ -163,12 +163,12 @@ def initial_magnitudes(
 
 
 def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
-    """Start each trained row of an embedding at the row that it stands for. Call before sharding.
+    """Set each trained row of an embedding to the values of the row that it replaces. Call this before sharding.
 
-    Through the element type of the embedding, from which PEFT takes the rows where the base is loaded whole.
+    Values pass through the embedding's element type, as they do when PEFT reads them from a base that is loaded whole.
     """
     for name, layer in model.named_modules():
-        # A tied output head has the rows of the input embedding itself.
+        # A tied output head shares the trained rows of the input embedding, so they are filled once, there.
         if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter is not None:
             continue
         weight, rows = layer.get_base_layer().weight, layer.trainable_tokens_delta[ADAPTER]
@@ -182,10 +182,10 @@ def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> No
 def fill_from_files(
     model: nn.Module, found: list[ParameterRange], headers: Mapping[str, TensorHeader], loaded: torch.dtype
 ) -> None:
-    """Fill this rank's `found` pieces of the base's parameters, and its stored buffers. Call after sharding.
+    """Fill this rank's pieces of the base's parameters, `found`, and its stored buffers. Call this after sharding.
 
-    `loaded`: element type in which the base is loaded; what is held in another one has passed through it. Raises ModelError if
-    the files end early, InvariantError for a parameter that is neither stored nor an adapter's.
+    `loaded`: element type in which the base is loaded; all values pass through it. Raises ModelError if a file ends early,
+    InvariantError for a parameter that is neither stored nor part of an adapter.
     """
     with torch.no_grad():
         for piece in found:
@@ -203,14 +203,14 @@ def fill_from_files(
 
 
 def base_name(name: str) -> str:
-    """The base model's name of a parameter of it inside a PEFT model; any other name is not one of a base model."""
+    """Return the base model's name for a parameter of a PEFT model; for an adapter's parameter, a name that the base lacks."""
     parts = name.removeprefix(INSIDE_PEFT).split(".")
     wrapped = ("base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER)
     return ".".join(part for part in parts if part not in wrapped)
 
 
 def read_into(header: TensorHeader, start: int, target: torch.Tensor, loaded: torch.dtype) -> None:
-    """Elements [start, start + len(target)) of a stored tensor into 1-dimensional `target`, through the type `loaded`."""
+    """Read elements [start, start + len(target)) of a stored tensor into 1-dimensional `target`, converting to `loaded` first."""
     stored = SAFETENSORS_DTYPES[header.dtype]
     width = DTYPE_BYTES[header.dtype]
     with header.file.open("rb", buffering=0) as file:
@@ -234,5 +234,5 @@ def _read_all(file: FileIO, view: memoryview) -> int:
 
 
 def _blocks(count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Consecutive ranges of at most `size` that together are [0, count)."""
+    """Yield consecutive ranges of at most `size` that together are [0, count)."""
     return ((first, min(first + size, count)) for first in range(0, count, size))

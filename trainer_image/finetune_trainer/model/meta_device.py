@@ -1,7 +1,7 @@
-"""PEFT's own code on torch's meta device, where the first values of adapters cost neither time nor memory.
+"""Runs PEFT's own code on torch's meta device, where initial values of adapters cost no time or memory.
 
-BOFT computes with values before it knows its tensors; it gets functions that know the shapes alone.
-Called by preflight, which attaches a whole model's adapters, and by the merge's planner, for the tensors of one module.
+BOFT computes with values while it creates its tensors, so two of its functions are replaced by ones that need only shapes.
+Preflight uses this to attach a whole model's adapters, and the merge's planner to get the tensors of one module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MOVES = frozenset({"to", "cpu", "cuda"})
 
 
 class MetaDeviceMode(TorchFunctionMode):
-    """Everything that is made is on the meta device and stays there, and random numbers are drawn by no generator.
+    """A mode in which new tensors are on the meta device and stay there, and random numbers need no generator.
 
-    Some methods draw what they start from with a generator of the CPU, or move it there; the meta device has neither numbers nor
-    a generator.
+    Some methods use a CPU generator for initial values or move them to the CPU; the meta device has neither values nor a
+    generator.
     """
 
     def __torch_function__(
@@ -42,7 +42,7 @@ class MetaDeviceMode(TorchFunctionMode):
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Within: adapters that PEFT makes have names, shapes and element types alone. Not for several threads at once."""
+    """Let PEFT build adapters in the body with only names, shapes and element types. Only one thread may do so at a time."""
     with MetaDeviceMode(), initialised_by_shape(), torch.device(META):
         yield
 
@@ -53,14 +53,11 @@ def _boft_matrix(_: boft.BOFTLayer, permutation: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def initialised_by_shape() -> Iterator[None]:
-    """Within: PEFT makes these methods' tensors by their shapes alone. On the meta device only."""
-    # Its answer is the same for each layer, and a failed search for a compiler costs time in each.
+    """Let PEFT build BOFT's tensors in the body from shapes alone. Use this only on the meta device."""
+    # The result is the same for every layer, and each failed search for a compiler takes time.
     compiled = cache(boft.get_fbd_cuda)
     with ExitStack() as stack:
-        for owner, name, by_shape in (
-            (boft.BOFTLayer, "perm2mat", _boft_matrix),
-            (boft, "get_fbd_cuda", compiled),
-        ):
+        for owner, name, by_shape in ((boft.BOFTLayer, "perm2mat", _boft_matrix), (boft, "get_fbd_cuda", compiled)):
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, by_shape)
         yield

@@ -1,8 +1,8 @@
-"""What the training loop needs to know of an objective, and nothing else.
+"""The interface between the training loop and an objective.
 
 The loss of an optimizer step is a mean over the terms of its global batch: supervised tokens here, pairs of answers in preference
-tuning. Each forward pass gives its own terms times one weight, so that any split of the batch over ranks and micro-steps adds up
-to the same mean.
+tuning. Each forward pass returns the sum of its terms times a common weight, so any split of the batch over ranks and micro-steps
+adds up to the same mean.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Read_contra = TypeVar("Read_contra", contravariant=True)
 
 @dataclass(frozen=True)
 class BatchSize:
-    """How much work a batch is."""
+    """The amount of work in a batch."""
 
     tokens: int
-    """Of documents; padding is computed, but is not work that anybody wanted."""
+    """Number of tokens in documents. Padding is also computed, but does not count as work."""
     squared_document_lengths: int
-    """Sum over documents of length squared: what causal attention costs is proportional to it."""
+    """Sum of the squared lengths of documents, to which the cost of causal attention is proportional."""
 
 
 class Split(Protocol[Produced_co]):
@@ -36,7 +36,7 @@ class Split(Protocol[Produced_co]):
     def num_sequences(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Produced_co:
-        """These sequences, in this order."""
+        """Return these sequences in this order."""
         ...
 
 
@@ -44,23 +44,23 @@ class Objective(Protocol[Read_contra, Batch_contra]):
     """An objective over batches `Batch_contra` of splits `Read_contra`. It keeps nothing between calls."""
 
     def install(self, model: nn.Module) -> None:
-        """Make the model ready. Called once, between adapters and sharding; parameters keep names and values."""
+        """Prepare the model. Called once, between attaching adapters and sharding. Parameters keep their names and values."""
         ...
 
     def num_terms(self, data: Read_contra, sequences: Sequence[int]) -> int:
-        """Terms of the mean over these sequences together."""
+        """Return the total number of terms of these sequences in the mean."""
         ...
 
     def size(self, batch: Batch_contra) -> BatchSize:
-        """How much work the batch is."""
+        """Return the amount of work in the batch."""
         ...
 
     def weighted_loss(
         self, model: nn.Module, batch: Batch_contra, weight: float, device: torch.device, autocast: torch.dtype | None
     ) -> torch.Tensor:
-        """`weight` times the sum of the batch's terms: float32, a scalar on `device`.
+        """Return `weight` times the sum of the batch's terms as a float32 scalar on `device`.
 
-        Calls the model exactly once, because gathering sharded parameters takes all ranks. The gradient is that of the returned
-        value; `weight` is given beforehand so that it is in the gradient before anything is rounded to 16 bits.
+        It must call the model exactly once, because all ranks take part in gathering sharded parameters. `weight` is an argument
+        so that gradients include it before anything is rounded to 16 bits.
         """
         ...

@@ -1,10 +1,10 @@
-"""A 4-bit base of which each rank keeps its shard: weights are packed one at a time, each by one rank for all.
+"""A 4-bit base of which each rank keeps a shard: each weight is packed by one rank for all ranks.
 
-bitsandbytes 0.50 packs 64 values after each other, whatever rows they are in. Double quantisation takes the mean of all scales of
-a weight off and packs them in blocks of 256, so codes can be made piece by piece, but scales only of a whole weight: a rank that
-packed its own shard alone would get others. So ranks take turns. Each packs one weight of as many as there are ranks, and sends
-codes and scales to the others, which keep their shard of the codes and all scales (decision 0014). With DoRA also the norms of
-the rows as the layer unpacks them, at which magnitudes start.
+bitsandbytes 0.50 packs blocks of 64 consecutive values, whatever rows they are in. Double quantisation subtracts the mean of all
+scales of a weight and packs scales in blocks of 256. So codes can be computed piece by piece, but scales only for a whole weight:
+a rank that packed only its shard would get other scales. Ranks therefore take turns: each packs one weight of a group and sends
+codes and scales to the others, which keep all scales and their shard of the codes (decision 0014). With DoRA it also sends the
+norms of the rows of the unpacked weight, which are the first magnitudes.
 """
 
 from __future__ import annotations
@@ -29,51 +29,51 @@ from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 
 PIECE_VALUES = 1 << 21
-"""Read and packed at a time: a whole number of blocks. On a CPU a piece takes about 25 bytes a value while it is packed."""
+"""Number of values read and packed at a time, a multiple of the block size. On a CPU, packing takes about 25 bytes a value."""
 
 
 @dataclass(frozen=True)
 class OpenMagnitude:
-    """A magnitude of DoRA that is to start at the norms of a weight as its layer unpacks it."""
+    """A magnitude of DoRA that must start at the norms of a weight that was packed and unpacked."""
 
     layer: str
     """Name of PEFT's layer."""
     a: torch.Tensor
     b: torch.Tensor
-    """The layer's matrices in the element type in which PEFT attaches them, whole."""
+    """The adapter's whole matrices, in the element type in which PEFT attaches them."""
     scaling: float
 
     @property
     def parameter(self) -> str:
-        """Its name in the model."""
+        """The name of the magnitude in the model."""
         return f"{self.layer}.{MAGNITUDE}.{ADAPTER}.weight"
 
 
 @dataclass(frozen=True)
 class PackedLayer:
-    """A 4-bit layer whose weight is still to come."""
+    """A 4-bit layer whose weight is not loaded yet."""
 
     module: Any
     """bitsandbytes' Linear4bit."""
     header: TensorHeader
-    """Where the weight is stored."""
+    """The place where the weight is stored."""
     is_transposed: bool
-    """Whether it is stored as [inputs, outputs], and turned before it is packed."""
+    """Whether the weight is stored as [inputs, outputs], and is transposed before it is packed."""
     quant_type: str
     is_nested: bool
-    """Whether the scales are packed themselves."""
+    """Whether the scales are also packed."""
     loaded: torch.dtype
-    """Element type in which it is loaded before it is packed."""
+    """Element type in which the weight is loaded before it is packed."""
     magnitude: OpenMagnitude | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight as the layer multiplies by it: [outputs, inputs]."""
+        """The shape of the weight by which the layer multiplies: [outputs, inputs]."""
         return self.header.shape[::-1] if self.is_transposed else self.header.shape
 
 
 def packed_layers(model: nn.Module, headers: Mapping[str, TensorHeader], loaded: torch.dtype) -> dict[str, PackedLayer]:
-    """The 4-bit layers of `model` by the names of their weights, in the order of the names. Call before sharding.
+    """Return the 4-bit layers of `model`, sorted by the names of their weights. Call this before sharding.
 
     `loaded`: element type in which the base is loaded.
     """
@@ -104,9 +104,9 @@ def _open_magnitude(name: str, modules: Mapping[str, nn.Module], attached: torch
 
 
 def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRange], gang: Gang) -> None:
-    """Fill this rank's `found` pieces of the packed weights of `layers` and of their magnitudes, and give each layer its scales.
+    """Fill this rank's pieces, `found`, of packed weights and their magnitudes, and give each layer its scales.
 
-    Call after sharding, on all ranks together. Raises ModelError if the files end early, ConfigError for a magnitude of zero.
+    All ranks call this together, after sharding. Raises ModelError if a file ends early, ConfigError for a zero magnitude.
     """
     own = {piece.name: piece for piece in found}
     for name, weight in packed_by_turns(layers, gang):
@@ -117,16 +117,16 @@ def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRang
             piece.parameter_values().copy_(weight.norms[piece.start : piece.stop])
         piece = own[name]
         if piece.stop > piece.start:
-            # Bytes, because in the element type of storage some of them stand for no number, and copies may change those.
+            # Copied as bytes: read in the storage's element type, some are not valid numbers, which a copy may change.
             shard = piece.parameter_values().view(torch.uint8)
             start = piece.start * piece.holder.dtype.itemsize
             shard.copy_(weight.codes[start : start + len(shard)])
-        # Else it would be there until the one after next is.
+        # Otherwise this weight would stay in memory while the next one is packed.
         del weight
 
 
 def packed_by_turns(layers: Mapping[str, PackedLayer], gang: Gang) -> Iterator[tuple[str, PackedWeight]]:
-    """Each layer's packed weight on this rank's device, of which at most two are in memory. Called by all ranks together."""
+    """Yield each layer's packed weight on this rank's device, with at most two in memory. All ranks call this together."""
     names = list(layers)
     for first in range(0, len(names), gang.world_size):
         group = names[first : first + gang.world_size]
@@ -142,7 +142,7 @@ def packed_by_turns(layers: Mapping[str, PackedLayer], gang: Gang) -> Iterator[t
 
 
 class PackedWeight:
-    """A packed weight in one tensor of bytes: DoRA's norms of its rows, the mean of its scales, their scales, they, the codes."""
+    """A packed weight in one tensor of bytes: DoRA's row norms, the scales' mean, the scales of the scales, scales, codes."""
 
     def __init__(self, layer: PackedLayer, device: torch.device) -> None:
         self.layer = layer
@@ -152,14 +152,14 @@ class PackedWeight:
         norms = 0 if layer.magnitude is None else layer.shape[0] * width
         sizes = (width, -(-scales // NESTED_BLOCK_SIZE) * width, scales) if layer.is_nested else (0, 0, scales * width)
         self.bytes = torch.empty(norms + sum(sizes) + -(-values // 2), dtype=torch.uint8, device=device)
-        """What goes from rank to rank."""
+        """The bytes that ranks send to each other."""
         of_rows, mean, of_scales, held, self.codes = torch.split(self.bytes, [norms, *sizes, -(-values // 2)])
         self.norms = of_rows.view(torch.float32)
         self._mean, self._of_scales = mean.view(torch.float32), of_scales.view(torch.float32)
         self._scales = held if layer.is_nested else held.view(torch.float32)
 
     def pack(self) -> None:
-        """Read the weight piece by piece, and pack it as bitsandbytes packs it whole (functional.py, quantize_4bit)."""
+        """Read and pack the weight in pieces, with the result that bitsandbytes' quantize_4bit gives for the whole weight."""
         from bitsandbytes import functional
 
         layer, first = self.layer, 0
@@ -180,11 +180,11 @@ class PackedWeight:
         if (magnitude := layer.magnitude) is not None:
             device = self.bytes.device
             unpacked = functional.dequantize_4bit(self.codes.view(-1, 1), self.state())
-            # Rounded as PEFT rounds them, which float32 holds exactly.
+            # PEFT computes these norms, so they are rounded as in PEFT. Storing them in float32 loses nothing.
             self.norms.copy_(initial_magnitudes(unpacked, magnitude.a.to(device), magnitude.b.to(device), magnitude.scaling))
 
     def _values(self) -> Iterator[torch.Tensor]:
-        """All values, one after the other, in pieces."""
+        """Yield all values of the weight in order, in pieces."""
         layer, device = self.layer, self.bytes.device
         count = math.prod(layer.shape)
         if layer.is_transposed:
@@ -199,7 +199,7 @@ class PackedWeight:
             yield piece.to(device)
 
     def state(self) -> Any:
-        """What a layer unpacks the codes by: a QuantState of bitsandbytes, which keeps none of the codes in memory."""
+        """Return bitsandbytes' QuantState, with which a layer unpacks the codes. It does not keep the codes in memory."""
         from bitsandbytes import functional
 
         layer, device = self.layer, self.bytes.device

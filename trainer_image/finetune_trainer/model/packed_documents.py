@@ -1,15 +1,16 @@
-"""Packed documents that a model would not keep apart by itself: attention masks, and rotary positions, of each document.
+"""Attention masks and rotary positions by document, for models that would not separate packed documents by themselves.
 
-Masks for code that does not ask for them; positions for models with two sets of frequencies (longrope: Phi 3 to 4, Phi 3.5 MoE),
-one of which is chosen for each document. What a model masks by itself stays as it is; preflight measures whether documents are
-apart (preflight/packing.py). Padding has positions of its own like a document, so no model need look for it.
+Masks are for code that passes no positions when it makes masks. Rotary positions are for models whose frequencies depend on the
+length: one of two sets (longrope: Phi 3 to 4, Phi 3.5 MoE), or a set for each length (dynamic). They are chosen for each
+document. What a model masks by itself does not change; preflight measures whether documents are separate (preflight/packing.py).
+Padding has positions like a document of its own.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,13 +19,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
-LONGROPE = "longrope"
+LONGROPE, DYNAMIC = "longrope", "dynamic"
+"""Kinds of rotary positions in transformers."""
 _MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_chunked_causal_mask")
 _POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)
 
 
 def install_document_masks(model: nn.Module) -> None:
-    """Let the code of this model's classes make its masks through here. Calling it again changes nothing."""
+    """Let the code of this model's classes create masks through this module. Calling this again changes nothing."""
     modules = {base.__module__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     for space in (vars(sys.modules[name]) for name in modules):
         for name in _MAKERS:
@@ -33,8 +35,8 @@ def install_document_masks(model: nn.Module) -> None:
 
 
 def leave_padding_unchecked(model: nn.Module) -> None:
-    """Let no model of the library look for padding in a batch without a mask: the host would wait for the device at each call,
-    for a warning that does not hold for packed documents. Calling it again changes nothing.
+    """Disable the library's search for padding in batches without a mask: at each call the host would wait for the device, for a
+    warning that is wrong for packed documents. Calling this again changes nothing.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -42,12 +44,12 @@ def leave_padding_unchecked(model: nn.Module) -> None:
 
 
 def _unchecked(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
-    """In place of `PreTrainedModel.warn_if_padding_and_no_attention_mask`."""
+    """Replace `PreTrainedModel.warn_if_padding_and_no_attention_mask`."""
 
 
 @contextmanager
 def documents_apart(positions: torch.Tensor) -> Iterator[None]:
-    """Around a call of a model with `install_document_masks`. `positions` [B, T]: of each token in its document."""
+    """Separate documents in calls of a prepared model in the body. `positions` [B, T]: position of each token in its document."""
     token = _POSITIONS.set(positions)
     try:
         yield
@@ -67,44 +69,76 @@ def _with_positions(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _rounds_positions(config: Any) -> bool:
-    """Whether positions are numbers in the type of the computation, as in the ALiBi of Bloom and Falcon.
+    """Whether positions are rounded to the computation's type, as in the ALiBi of Bloom and Falcon.
 
-    A document far back in a sequence would have coarser ones than alone: bfloat16 has no number between 1024 and 1032.
+    Positions late in a sequence would be coarser than in a document alone: bfloat16 has no number between 1024 and 1032.
     """
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
 
 
-def install_longrope_by_document(model: nn.Module) -> None:
-    """Let such a model choose for each document by itself. Calling it again changes nothing."""
+def install_rope_by_document(model: nn.Module) -> None:
+    """Let a model whose frequencies depend on the length choose them for each document. Calling this again changes nothing."""
     for module in model.modules():
         ropes = getattr(getattr(module, "config", None), "rope_parameters", None)
         kinds = getattr(module, "rope_type", None)
-        has_longrope = LONGROPE in (kinds.values() if isinstance(kinds, dict) else [kinds])
-        if has_longrope and isinstance(ropes, dict) and not isinstance(module.forward, _ByDocument):
-            module.forward = _ByDocument(module.forward, kinds, ropes)
+        by_length = {LONGROPE, DYNAMIC}.intersection(kinds.values() if isinstance(kinds, dict) else [kinds])
+        if by_length and isinstance(ropes, dict) and not isinstance(module.forward, _ByDocument):
+            module.forward = _ByDocument(module, kinds, ropes)
 
 
 class _ByDocument:
-    """The forward pass of a rotary embedding: what to rotate by, for each position."""
+    """The forward pass of a rotary embedding, which returns the rotation for each position."""
 
-    def __init__(self, forward: Callable[..., Any], kinds: Any, ropes: dict[str, Any]) -> None:
-        self._forward, self._kinds, self._ropes = forward, kinds, ropes
+    def __init__(self, module: Any, kinds: Any, ropes: dict[str, Any]) -> None:
+        self._module, self._forward, self._kinds, self._ropes = module, module.forward, kinds, ropes
 
     def __call__(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> tuple[torch.Tensor, ...]:
         named = {} if layer_type is None else {"layer_type": layer_type}
         kind, rope = (self._kinds, self._ropes) if layer_type is None else (self._kinds[layer_type], self._ropes[layer_type])
-        if kind != LONGROPE or position_ids.dim() != 2:
-            found: tuple[torch.Tensor, ...] = self._forward(x, position_ids, **named)
-            return found
-        # Both are computed for all, because a choice by value would let the host wait for the device.
-        is_long = document_lengths(position_ids) > rope["original_max_position_embeddings"]
+        if position_ids.dim() == 2 and kind == LONGROPE:
+            return self._long_or_short(x, position_ids, rope["original_max_position_embeddings"], named)
+        if position_ids.dim() == 2 and kind == DYNAMIC:
+            return self._by_length(x, position_ids, named)
+        rotation: tuple[torch.Tensor, ...] = self._forward(x, position_ids, **named)
+        return rotation
+
+    def _long_or_short(
+        self, x: torch.Tensor, position_ids: torch.Tensor, longest_short: int, named: dict[str, str]
+    ) -> tuple[torch.Tensor, ...]:
+        # Both are computed for all documents, because a choice by value would make the host wait for the device.
+        is_long = document_lengths(position_ids) > longest_short
         short = self._forward(x, position_ids.where(~is_long, 0), **named)
         long = self._forward(x, position_ids.where(is_long, 0), **named)
-        return tuple(torch.where(is_long[..., None], one, other) for one, other in zip(long, short, strict=True))
+        return _chosen(is_long, long, short)
+
+    def _by_length(self, x: torch.Tensor, position_ids: torch.Tensor, named: dict[str, str]) -> tuple[torch.Tensor, ...]:
+        """Rotate each document as if it was alone: above the original length, each length has frequencies of its own."""
+        original = int(self._module.original_max_seq_len)
+        lengths = document_lengths(position_ids)
+        self._forget_lengths(named)
+        rotation: tuple[torch.Tensor, ...] = self._forward(x, position_ids.where(lengths <= original, 0), **named)
+        for length in sorted(set(lengths[lengths > original].tolist())):
+            is_of_length = lengths == length
+            self._forget_lengths(named)
+            own = self._forward(x, position_ids.where(is_of_length, 0), **named)
+            rotation = _chosen(is_of_length, own, rotation)
+        return rotation
+
+    def _forget_lengths(self, named: dict[str, str]) -> None:
+        """Let the library compute frequencies again: it keeps those of the longest sequence so far for shorter ones."""
+        prefix = f"{named['layer_type']}_" if named else ""
+        setattr(self._module, f"{prefix}max_seq_len_cached", self._module.original_max_seq_len)
+        original = getattr(self._module, f"{prefix}original_inv_freq")
+        getattr(self._module, f"{prefix}inv_freq").data = original.to(getattr(self._module, f"{prefix}inv_freq").device)
+
+
+def _chosen(is_first: torch.Tensor, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The first rotation where `is_first` [B, T], otherwise the second."""
+    return tuple(torch.where(is_first[..., None], one, other) for one, other in zip(first, second, strict=True))
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:
-    """Of each token, the length of its document. `position_ids` [B, T]: from 0 in each."""
+    """Return for each token the length of its document. `position_ids` [B, T]: positions, which start at 0 in each document."""
     documents = (position_ids == 0).cumsum(dim=1)
     last = torch.zeros(position_ids.shape[0], position_ids.shape[1] + 1, dtype=position_ids.dtype, device=position_ids.device)
     return last.scatter_reduce(1, documents, position_ids, "amax").gather(1, documents) + 1

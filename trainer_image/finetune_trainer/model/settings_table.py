@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.model.settings_table > operator/finetune_job/peft_settings.py`: the settings of the locked PEFT.
 
-The rule book and the command line have no PEFT to ask, so the names and types that its configuration classes declare are written
-down for them. A test holds the file against this module.
+The rule book and the command line cannot import PEFT, so this file lists names and types that its configuration classes declare.
+A test compares the file with this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SETTINGS: dict[str, dict[str, tuple[str, str, Any]]] = {{
 
 
 def page() -> str:
-    """The module's text."""
+    """Return the text of the generated module."""
     common = {field.name for field in dataclasses.fields(PeftConfig)}
     lines = [_HEADER.format(version=peft.__version__)]
     for method in supported(Family.OTHER):
@@ -47,13 +47,13 @@ def page() -> str:
 
 
 def camel_case(name: str) -> str:
-    """`target_modules` -> `targetModules`, `config_A_B` -> `configAB`."""
+    """Convert a name: `target_modules` -> `targetModules`, `config_A_B` -> `configAB`."""
     first, *rest = name.split("_")
     return first + "".join(part[:1].upper() + part[1:] for part in rest)
 
 
 def _members(declared: Any) -> list[str]:
-    """The types of a union, or the one type, in words. Sorted: typing may hand out an equal union in another order."""
+    """Return the names of a union's types, or of a single type. They are sorted, since typing may reorder an equal union."""
     if typing.get_origin(declared) in (Union, types.UnionType):
         words = {word for part in typing.get_args(declared) for word in _members(part)}
         return sorted(words, key=lambda word: (word == "None", word))
@@ -65,7 +65,7 @@ def _members(declared: Any) -> list[str]:
 
 
 def _default(field: dataclasses.Field[Any]) -> str:
-    """As Python source. A field without a default is one that PEFT fills in."""
+    """Return the default as Python source. It is None for a field without a default, which PEFT fills in."""
     if field.default_factory is not dataclasses.MISSING:
         value = field.default_factory()
     else:

@@ -1,8 +1,8 @@
-"""Attention of packed documents without a mask: torch's kernels for documents of different lengths, as one of transformers.
+"""Attention over packed documents without a mask: torch's kernels for variable lengths, registered with transformers.
 
-transformers makes no mask for an attention that it does not know, and hands the bounds of the documents, which the caller of the
-model gives, on to every layer, also to one that is computed again in the backward pass. On a CPU, for which torch has no such
-kernel, the same call computes one document at a time, so that everything but the kernel is the same.
+transformers creates no mask for an attention that it does not know. It passes the bounds of documents, which the model's caller
+gives, to every layer, also to layers that are recomputed in the backward pass. For CPUs torch has no such kernel, so the same
+call computes one document at a time, and everything else is the same.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from finetune_trainer.data.batches import to_device
 from finetune_trainer.errors import ConfigError
 
 NAME = "finetune_varlen"
-"""By which transformers knows it."""
+"""The name by which transformers knows this attention."""
 LEAST_CAPABILITY = (8, 0)
-"""Of a GPU: what flash attention was written for."""
+"""The lowest compute capability of a GPU that flash attention supports."""
 _FIX = f"set {ATTENTION_FIELD}: sdpa"
 _UNKNOWN = {
     "softcap": "caps its attention scores",
     "s_aux": "gives attention scores a sink",
     "position_bias": "adds a bias to attention scores",
 }
-"""What a layer may ask of its attention and the kernels do not know."""
+"""Settings of attention that a layer may pass but the kernels do not support -> what such a layer does."""
 
 
 def install(model: PreTrainedModel) -> None:
-    """Let the model's layers compute their attention so. Raises ConfigError if its code does not ask for an attention by name."""
+    """Let the model's layers use this attention. Raises ConfigError if the model's code does not look up attention by name."""
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
     if not is_installed(model):
@@ -44,7 +44,7 @@ def install(model: PreTrainedModel) -> None:
 
 @contextmanager
 def installed(model: PreTrainedModel) -> Iterator[None]:
-    """For as long as it is entered. Raises ConfigError as `install` does."""
+    """Install this attention while the body runs. Raises ConfigError as `install` does."""
     before = model.config._attn_implementation  # noqa: SLF001 - there is no public name
     try:
         install(model)
@@ -54,12 +54,12 @@ def installed(model: PreTrainedModel) -> Iterator[None]:
 
 
 def is_installed(model: Any) -> bool:
-    """`model`: with or without adapters, sharded or whole."""
+    """Whether this attention is installed in `model`, which may have adapters and may be sharded."""
     return getattr(getattr(model, "config", None), "_attn_implementation", None) == NAME
 
 
 def device_problem(device: torch.device, computed: torch.dtype) -> str:
-    """Why this device cannot compute so; empty: it can. `computed`: element type of products."""
+    """Return why this device cannot use the kernels, or an empty text. `computed`: element type of products."""
     if device.type == "cpu":
         return ""
     capability = torch.cuda.get_device_capability(device)
@@ -70,9 +70,9 @@ def device_problem(device: torch.device, computed: torch.dtype) -> str:
 
 
 def document_bounds(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """What a model's call takes along for its layers. `positions` [B, T] on the CPU, where nobody waits for a device.
+    """Return the arguments for calling a model with this attention. `positions` [B, T]: on the CPU, to not wait for a device.
 
-    Padding after the last document of a row counts as one, as it does with a mask.
+    Padding after the last document of a row counts as a document, as with a mask.
     """
     starts = (positions.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, torch.tensor([positions.numel()])])
@@ -96,9 +96,9 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     max_length_q: int | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Of all documents of a batch: [B, T, H, D] of queries [B, H, T, D], keys and values [B, H or fewer, T, D].
+    """Compute attention over each document: [B, T, H, D] from queries [B, H, T, D], keys and values [B, H or fewer, T, D].
 
-    Raises ConfigError for what the kernels do not know.
+    Raises ConfigError for requests that the kernels do not support.
     """
     sees_before = getattr(module, "is_causal", True) if is_causal is None else is_causal
     problem = next((what for name, what in _UNKNOWN.items() if others.get(name) is not None), "")
@@ -117,7 +117,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     rows, _, length, _ = query.shape
     kind = query.device.type
     computed = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else value.dtype
-    # In the memory of a projection heads lie behind tokens, so that no value moves.
+    # A projection's output has heads after tokens in memory, so this moves no values.
     queries, keys, values = (each.transpose(1, 2).flatten(0, 1).to(computed) for each in (query, key, value))
     window = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
     result = _kernel(kind)(
@@ -138,7 +138,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
 def _kernel(device_type: str) -> Callable[..., Any]:
     if device_type == "cpu":
         return by_document
-    # Only here, because the CPU needs none of it.
+    # Imported only here, because a CPU does not need it.
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn
@@ -157,9 +157,9 @@ def by_document(  # noqa: PLR0917 - as torch's
     window_size: tuple[int, int],
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """What `torch.nn.attention.varlen.varlen_attn` computes, on a CPU: arguments and result are its own.
+    """Compute on a CPU what `torch.nn.attention.varlen.varlen_attn` computes, with the same arguments and result.
 
-    Causal only, of equal bounds for queries and keys: a right window of 0.
+    Attention is causal (a right window of 0), and queries and keys have equal bounds.
     """
     if window_size[1] != 0 or cu_seq_q is not cu_seq_k or max_q != max_k:
         raise ValueError("only causal attention of a document to itself")
@@ -175,7 +175,7 @@ def by_document(  # noqa: PLR0917 - as torch's
 
 
 def _window(length: int, left: int, device: torch.device) -> torch.Tensor | None:
-    """(length, length), which token sees which; None: all before it."""
+    """Return which token sees which, [length, length]; None: each token sees itself and all before it."""
     if left < 0 or length <= left + 1:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

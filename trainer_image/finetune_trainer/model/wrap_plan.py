@@ -1,4 +1,4 @@
-"""Which modules of a model become FSDP units."""
+"""Choose the modules of a model that become FSDP units."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from finetune_trainer.weights.rounding import dtype_name
 
 
 def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str, ...]:
-    """Names of the layer classes to wrap, sorted.
+    """Return the names of the layer classes to wrap, sorted.
 
-    `given`: the plan's names, each of which must exist in the model. Otherwise the model's own `_no_split_modules` that occur in
-    it, else the class of the elements of its longest ModuleList. Raises ConfigError.
+    `given`: the plan's names, each of which must exist in the model; None: the model's `_no_split_modules` that it has, or else
+    the class of the first element of its longest ModuleList. Raises ConfigError.
     """
     present = {type(module).__name__ for module in model.modules()}
     if given is not None:
@@ -46,9 +46,9 @@ def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str,
 
 
 def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
-    """Names of the modules that become units of their own, children before parents; the root, always a unit, is not listed.
+    """Return names of the modules that become units, children before parents. The root, always a unit, is not listed.
 
-    Raises ConfigError if the plan names a class of modules that cannot be units.
+    Raises ConfigError if the plan names a class whose modules cannot be units.
     """
     modules = dict(model.named_modules())
     bound = bound_modules(model)
@@ -77,7 +77,7 @@ def unit_names(model: nn.Module, fsdp: FsdpPlan) -> list[str]:
 
 
 def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[HeldParameter]:
-    """What the law of sharding looks at. `remove_duplicate`: tied parameters once, not under each of their names."""
+    """Return the parameters in the form that the sharding rules use. `remove_duplicate`: list tied parameters only once."""
     return [
         HeldParameter(name, dtype_name(parameter.dtype), parameter.requires_grad)
         for name, parameter in model.named_parameters(remove_duplicate=remove_duplicate)
@@ -85,14 +85,14 @@ def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[
 
 
 def bound_modules(model: nn.Module) -> dict[str, str]:
-    """Modules that must be in a unit with others, and why: FSDP gathers weights when the module of their unit is called."""
+    """Return modules that cannot be units -> the reason. FSDP gathers a unit's weights when its module is called."""
     bound: dict[str, str] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if isinstance(module, AuxiliaryTrainingWrapper | ParamWrapper) and not isinstance(module, ModulesToSaveWrapper):
-            bound |= dict.fromkeys(_below(name, modules), f"{name} reads its weights without calling it")
+            bound |= dict.fromkeys(_below(name, modules), f"{name} reads the module's weights without a call")
         elif isinstance(module, BaseTunerLayer) and not (isinstance(module, LoraLayer) and not any(module.use_dora.values())):
-            bound |= dict.fromkeys(_below(f"{name}.base_layer", modules), f"{name} reads its weights without calling it")
+            bound |= dict.fromkeys(_below(f"{name}.base_layer", modules), f"{name} reads the module's weights without a call")
         if isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
             bound[name] = "it is never called"
     return bound | _sharing(model)
@@ -103,7 +103,7 @@ def _below(name: str, modules: Iterable[str]) -> list[str]:
 
 
 def _sharing(model: nn.Module) -> dict[str, str]:
-    """Modules with a parameter that is also held outside them: two units cannot both hold it."""
+    """Return modules that share a parameter with a module outside -> the reason they cannot be units: only one can hold it."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
@@ -123,6 +123,6 @@ def _sharing(model: nn.Module) -> dict[str, str]:
 
 
 def _is_trainable_leaf(module: nn.Module) -> bool:
-    """PEFT's rule: no child modules and a weight that is trained."""
+    """Apply PEFT's rule: the module has no child modules, and its weight is trained."""
     weight = getattr(module, "weight", None)
     return not any(True for _ in module.children()) and isinstance(weight, nn.Parameter) and weight.requires_grad

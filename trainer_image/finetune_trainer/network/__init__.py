@@ -1,1 +1,1 @@
-"""Network access that roles share: retries, waiting as servers ask, going online."""
+"""Network access that roles have in common: retries, pauses that servers ask for, going online."""

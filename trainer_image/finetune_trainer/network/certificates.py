@@ -1,4 +1,4 @@
-"""Errors of servers whose certificate is not trusted: retrying is useless, and the profile names the trusted authorities."""
+"""Recognises errors about certificates that are not trusted. Retrying is useless; the profile names the trusted authorities."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ _FIX = (
 
 
 def untrusted_certificate(error: BaseException) -> TransientError | None:
-    """The error to raise if a certificate was refused, or None if something else is wrong. A role does not wait for it."""
+    """The error to raise if a certificate was refused, after which a role does not retry; None if something else is wrong."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
-            return _failure(cause.verify_message)
+            message = f"the certificate of the server is not trusted ({cause.verify_message}): {_FIX}"
+            return TransientError(message, retry_after_seconds=math.inf)
         cause = cause.__cause__ or cause.__context__
     return None
-
-
-def _failure(reason: str) -> TransientError:
-    return TransientError(f"the certificate of the server is not trusted ({reason}): {_FIX}", retry_after_seconds=math.inf)

@@ -1,6 +1,6 @@
-"""The process's environment for the network, and how a role goes online.
+"""Sets up the process's environment for network access.
 
-The image's environment is offline. The object store is the plan's, or on a user's own machine the one that AWS tools would use.
+In the image, libraries are offline by default. The object store is the plan's; on a user's machine it may be that of AWS tools.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ DEFAULT_REGION = "us-east-1"
 
 
 def go_online() -> None:
-    """Let libraries reach the network, and keep them from logging addresses. Call this before huggingface_hub is imported."""
+    """Let libraries access the network, but not log addresses. Call this before huggingface_hub is imported."""
     os.environ["HF_HUB_OFFLINE"] = "0"
     os.environ.pop("TRANSFORMERS_OFFLINE", None)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
     for name in ("httpx2", "httpcore2", "huggingface_hub"):
-        # Addresses to which the Hub redirects are signed, so anyone who reads one may use it; warnings of retries show them.
+        # The Hub redirects to signed addresses, with which anyone can read the file, and warnings about retries show them.
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
@@ -27,12 +27,12 @@ class S3Service:
     """An object store."""
 
     address: str | None
-    """Address of the store; None: that of AWS in this region."""
+    """Address of the store; None means AWS in this region."""
     region: str
 
 
 def s3_service(endpoint: str | None, region: str | None) -> S3Service:
-    """The plan's object store. None leaves a value to AWS_ENDPOINT_URL and AWS_REGION, which no pod has."""
+    """The plan's object store. Values that are None come from AWS_ENDPOINT_URL and AWS_REGION, which are unset in pods."""
     return S3Service(
         address=endpoint or os.environ.get("AWS_ENDPOINT_URL") or None,
         region=region or os.environ.get("AWS_REGION") or DEFAULT_REGION,

@@ -1,4 +1,4 @@
-"""Meaning of the Hub's answers, for reading and writing."""
+"""The meaning of the Hub's answers, for reading and writing."""
 
 from __future__ import annotations
 
@@ -24,32 +24,28 @@ _LONGEST_SAYING = 300
 
 
 def transient_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
-    """The failure of a request that may succeed if it is repeated; None if it will not."""
+    """The failure of a request that may succeed if it is repeated; None if repeating will not help."""
     hub, url = httpx2.URL(endpoint), response.url
     elsewhere = (url.host, url.port) != (hub.host, hub.port)
     if response.status_code in RETRYABLE or (elsewhere and response.status_code in DENIED):
-        # The Hub redirects to a signed address. A refused one has expired, and the next one will be valid.
-        return TransientError(f"HTTP status {response.status_code}", retry_after_seconds(response))
+        # The Hub redirects to a signed address. If that is refused, it has expired, and the next address will be valid. The
+        # server may ask for a pause, by Retry-After or by the Hub's RateLimit header.
+        text, limit = response.headers.get("Retry-After"), parse_ratelimit_headers(response.headers)
+        pause = parse_retry_after(text)
+        if not text and limit is not None and limit.remaining == 0:
+            pause = float(limit.reset_in_seconds)
+        return TransientError(f"HTTP status {response.status_code}", pause)
     return None
 
 
-def retry_after_seconds(response: httpx2.Response) -> float | None:
-    """Seconds that the server asks to wait: by Retry-After, or by the Hub's RateLimit."""
-    text = response.headers.get("Retry-After")
-    limit = parse_ratelimit_headers(response.headers)
-    if not text and limit is not None and limit.remaining == 0:
-        return float(limit.reset_in_seconds)
-    return parse_retry_after(text)
-
-
 def redacted_message(text: str | None) -> str:
-    """The Hub's reason for a refusal, without addresses, which may be signed; empty without a reason."""
+    """The Hub's reason for a refusal, without addresses, since these may be signed; empty if there is no reason."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
     return f": {plain[:_LONGEST_SAYING]}" if plain else ""
 
 
 def call_hub(operation: Callable[[], T]) -> T:
-    """Call huggingface_hub and return the result. Raises TransientError without a complete answer, and HfHubHTTPError."""
+    """Call huggingface_hub and return the result. Raises HfHubHTTPError, or TransientError if the answer is not complete."""
     try:
         return operation()
     except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -57,7 +53,7 @@ def call_hub(operation: Callable[[], T]) -> T:
 
 
 def _meaning(error: BaseException) -> BaseException:
-    """The error to raise instead. Messages of requests may hold an address, so none is kept."""
+    """The error to raise in its place. The text of a connection error may hold a signed address, so only its type is kept."""
     if isinstance(error, HfHubHTTPError):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -65,6 +61,6 @@ def _meaning(error: BaseException) -> BaseException:
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
         return untrusted_certificate(error) or TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        # The client wraps errors of its threads.
+        # huggingface_hub wraps errors of its threads.
         return _meaning(error.__cause__)
     return error

@@ -1,7 +1,6 @@
-"""The client of an S3-compatible object store, and the meaning of its failures, for reading and writing.
+"""Opens the client of an S3-compatible object store, and interprets its failures, for reading and writing.
 
-boto3 signs requests and reads answers. Failures are counted and waited for in one place, network/retry.py, so the client itself
-does not retry.
+boto3 signs requests and reads answers. Only network/retry.py counts failures and waits, so the client itself does not retry.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from finetune_trainer.network.http_status import FULL, RETRYABLE, parse_retry_af
 from finetune_trainer.network.retry import TransientError
 
 FAILURES = (BotoCoreError, ClientError, ResponseParserError, ValueError, KeyError)
-"""Errors of requests to an object store, including those of boto3 and its callers for malformed answers."""
+"""Errors of requests to an object store, including those that boto3 and our code raise for malformed answers."""
 _CONNECT_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
-"""Longest time without a byte before a request counts as failed: a store assembles gigabytes before it answers."""
+"""Longest time without a byte before a request counts as failed. It is long because a store may assemble gigabytes first."""
 _NO_ANSWER = (ConnectionError, HTTPClientError, IncompleteReadError)
 _UNREADABLE = (PaginationError, ResponseParserError, ValueError, KeyError)
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
@@ -45,19 +44,19 @@ _CODE = re.compile(r"[A-Za-z]\w{0,63}")
 
 
 def open_store(service: S3Service, session: Session | None, *, connections: int) -> Any:
-    """Return boto3's client of the store. Without a session requests are not signed, as public buckets allow."""
+    """Return boto3's client of the store. Without a session, requests are not signed, which public buckets allow."""
     config = Config(
         signature_version=None if session is not None else UNSIGNED,
         connect_timeout=_CONNECT_SECONDS,
         read_timeout=_ANSWER_SECONDS,
         retries={"total_max_attempts": 1},
         max_pool_connections=connections,
-        # Every body is signed with its SHA-256, which each store compares. Newer checksums are unknown to some stores.
+        # Every body is signed with its SHA-256, which every store checks. Some stores do not know newer checksums.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path", "payload_signing_enabled": True},
     )
-    # The authorities that the profile names; boto3 would trust only its own list.
+    # The authorities that the profile names; by default boto3 trusts only its own list.
     authorities = os.environ.get("SSL_CERT_FILE")
     return (session or Session()).client(
         "s3", region_name=service.region, endpoint_url=service.address, verify=authorities, config=config
@@ -66,12 +65,12 @@ def open_store(service: S3Service, session: Session | None, *, connections: int)
 
 @dataclass(frozen=True)
 class StoreRefusal:
-    """A final answer of a store."""
+    """A final refusal by a store, or by boto3."""
 
     status: int
     """HTTP status; 0 if the request was not sent."""
     code: str
-    """The store's error code. Its message is not kept, because it contains what was signed."""
+    """The store's error code. The error message is not kept, because it contains the signed text."""
 
     @property
     def is_full(self) -> bool:
@@ -89,7 +88,7 @@ class StoreRefusal:
 
 
 def status_of(error: ClientError) -> int:
-    """Return the HTTP status of an answer; 0 without one."""
+    """Return the HTTP status of an answer; 0 if there is none."""
     return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
 
 

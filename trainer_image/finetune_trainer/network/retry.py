@@ -1,18 +1,21 @@
-"""Requests that fail and may succeed later: retries with exponential backoff and jitter, bounded by failures in a row."""
+"""Retries requests that may succeed later, with exponential backoff and jitter, up to a number of failures in a row."""
 
 from __future__ import annotations
 
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+LOOK_SECONDS = 0.1
+"""Time between two checks whether a pause should end early."""
 RetriesExhausted = Callable[[str], Exception]
-"""Makes the error that ends the role, from a description of the last failure."""
+"""A function that makes the error that ends the role, given a description of the last failure."""
 
 
 class TransientError(Exception):
@@ -30,21 +33,21 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Bounds of a service's failures."""
+    """Limits on the failures of a service."""
 
     attempts: int = 8
-    """Number of requests in a row that bring nothing new."""
+    """Number of failures in a row, without progress in between, after which the operation is given up."""
     first_seconds: float = 1.0
-    """Pause after the first failure; each further one doubles it."""
+    """Pause after the first failure; each further failure doubles it."""
     longest_seconds: float = 60.0
     longest_retry_after_seconds: float = 300.0
     """Longest pause that a server may ask for. If it asks for more, the whole role's attempt ends."""
 
 
 def pause_seconds(policy: RetryPolicy, failures: int, retry_after_seconds: float | None, jitter: float) -> float | None:
-    """Pause after a number of failures in a row; None: give up.
+    """Pause in seconds after this number of failures in a row; None: give up.
 
-    jitter: 0 to 1. Half of the pause is fixed and half is random, so that pods that failed together do not retry together.
+    jitter: 0 to 1. Half of the pause depends on it, so that pods that failed together do not retry together.
     """
     if failures >= policy.attempts or (retry_after_seconds or 0.0) > policy.longest_retry_after_seconds:
         return None
@@ -53,14 +56,14 @@ def pause_seconds(policy: RetryPolicy, failures: int, retry_after_seconds: float
 
 
 class Retries:
-    """Counts failures in a row of one operation."""
+    """Counts an operation's failures in a row, and waits after each."""
 
     def __init__(self, what: str, policy: RetryPolicy, stop: threading.Event, given_up: RetriesExhausted) -> None:
         self._what, self._policy, self._stop, self._given_up = what, policy, stop, given_up
         self._failures = 0
 
     def progressed(self) -> None:
-        """Record that the last request brought something."""
+        """Record that the last request made progress."""
         self._failures = 0
 
     def failed(self, error: TransientError) -> None:
@@ -72,16 +75,19 @@ class Retries:
                 f"{self._what}: {error} (request {self._failures} of {self._policy.attempts} in a row without success)"
             )
         log.warning("%s: %s; again in %.1f s", self._what, error, pause)
-        if self._stop.wait(pause):
+        # Not `stop.wait`, during which this thread may hold the event's lock: if a signal came then, a handler that sets the
+        # event would wait for that lock forever.
+        deadline = time.monotonic() + pause
+        while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK_SECONDS))
+        if self._stop.is_set():
             raise StoppedError
 
 
 def with_retries(
     what: str, policy: RetryPolicy, stop: threading.Event, given_up: RetriesExhausted, operation: Callable[[], T]
 ) -> T:
-    """The result of `operation`, which is repeated while it raises TransientError. Raises the error of `given_up`, and
-    StoppedError.
-    """
+    """Call `operation` until it does not raise TransientError. Raises the error of `given_up`, and StoppedError."""
     retries = Retries(what, policy, stop, given_up)
     while True:
         try:

@@ -1,8 +1,8 @@
-"""Cross-entropy of a few positions at a time, so that the logits of a whole batch never exist.
+"""Cross-entropy, computed for a few positions at a time, so that the logits of a whole batch never exist.
 
 The logits of a part, their float32 copy and their gradient exist only while the part is computed. If the output layer is a plain
-linear one, the gradients are computed together with the loss, which needs no second product with the vocabulary. They are those
-of the weighted loss, because a later weight would round 16-bit values once more.
+linear layer, gradients are computed together with the loss, so logits are computed only once. They include the weight of the
+loss, because applying it later would round 16-bit values again.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from finetune_memory.loss import ROWS_RECOMPUTED, rows_per_part
 
 @dataclass(frozen=True)
 class Targets:
-    """The rows that are scored, and the tokens that they should predict. Tensors int64 of shape [N] on the model's device."""
+    """The rows that are scored, and the tokens that they should predict. The tensors are int64 [N] on the model's device."""
 
     rows: torch.Tensor
-    """Positions in a batch flattened to [B * T], ascending."""
+    """Positions of the rows in a batch that is flattened to [B * T], ascending."""
     labels: torch.Tensor
-    """Token that row `rows[n]` should predict."""
+    """Tokens: `labels[n]` is what row `rows[n]` should predict."""
     weight: float
-    """Factor of the sum."""
+    """Factor by which the sum is multiplied."""
 
 
 def cross_entropy_of_linear(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: Targets, dtype: torch.dtype
 ) -> torch.Tensor:
-    """targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
+    """Compute targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
 
-    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p is computed in
-    float32, the gradients of weight and bias are summed over the parts in float32. Differentiable once.
+    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p, and the sums over
+    parts of the gradients of weight and bias, are float32. Differentiable once.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)
@@ -51,13 +51,13 @@ def cross_entropy_of_linear(
 
 
 def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], targets: Targets) -> torch.Tensor:
-    """The sum of `cross_entropy_of_linear` for any output layer.
+    """Compute the sum of `cross_entropy_of_linear` for any output layer.
 
-    `rows` [N, ...] are those of `targets`, and `to_logits` makes [n, V] of n of them. The logits of a part are computed again in
-    backward.
+    rows: [N, ...], those that `targets` names. to_logits: converts n of these rows to logits [n, V]. The logits of a part are
+    computed again in backward.
     """
     if not len(targets.labels):
-        # An empty sum must still depend on everything trained; otherwise the backward hooks of some rank never run.
+        # An empty sum must still depend on everything that is trained, or else backward hooks would not run on this rank.
         return to_logits(rows).float().sum() * targets.weight
 
     def part_sum(some: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], tor
 
 
 def parts(num_rows: int, vocabulary: int, device: torch.device) -> Iterator[slice]:
-    """Consecutive slices that together are range(num_rows)."""
+    """Return consecutive slices that together cover range(num_rows)."""
     size = rows_per_part(vocabulary, device.type)
     return (slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size))
 
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(of_weight, of_logits.t(), rows[part])
                 if of_bias is not None:
                     of_bias += of_logits.sum(0, dtype=torch.float32)
-                # Otherwise they exist until the next part has its own: on a GPU 2^27 values.
+                # Otherwise they would exist until the next part's are computed: on a GPU, 2^27 values.
                 del logits, of_logits
         if of_rows is not None:
             whole = torch.zeros_like(flat)
@@ -122,7 +122,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
-        # One factor scales all gradients, which belong to this function and are used once.
+        # Gradients are scaled in place, since only this function holds them and they are used once.
         gradients = [getattr(ctx, name, None) for name in ("of_hidden", "of_weight", "of_bias")]
         scaled = [None if gradient is None else gradient.mul_(of_loss) for gradient in gradients]
         ctx.of_hidden = ctx.of_weight = ctx.of_bias = None
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _with_gradient(logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of -log p(label) and the gradient of `factor` times it, by torch's own backward, so that its bits are torch's."""
+    """Return the sum of -log p(label), and the gradient of `factor` times the sum, computed by torch's own backward."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         total = functional.cross_entropy(leaf.float(), labels, reduction="sum")
@@ -139,7 +139,7 @@ def _with_gradient(logits: torch.Tensor, labels: torch.Tensor, factor: torch.Ten
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right to `total` with a float32 result, whatever the element type of the factors."""
+    """Add left @ right to `total` in float32, whatever the element type of the factors."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
     elif left.device.type == "cuda":

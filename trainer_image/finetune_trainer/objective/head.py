@@ -2,7 +2,7 @@
 
 The layer keeps its module, name, parameters and place in the model. Only its `forward` is replaced, so FSDP's hooks gather its
 parameters as usual, and checkpoints, adapters and exports are not affected. The caller of the model sets the targets for the
-duration of the call; without them the layer returns logits.
+duration of the call; without targets the layer returns logits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Scoring:
-    """One forward pass whose loss is wanted."""
+    """One forward pass that is to return a loss."""
 
     targets: Targets
     loss: torch.Tensor | None = None
-    """Set by the output layer; None if the model's layer was not replaced, so that its output is logits."""
+    """The loss, set by the output layer; None if the layer's `forward` was not replaced, so the output is logits."""
 
 
 _scoring: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
@@ -41,7 +41,7 @@ _scoring: ContextVar[Scoring | None] = ContextVar("scoring", default=None)
 
 @contextmanager
 def scored(targets: Targets) -> Iterator[Scoring]:
-    """Let the output layer score `targets` in the one call of the model in the body."""
+    """Let the output layer score `targets` in the body, which calls the model once."""
     scoring = Scoring(targets)
     token = _scoring.set(scoring)
     try:
@@ -53,14 +53,14 @@ def scored(targets: Targets) -> Iterator[Scoring]:
 def install(model: nn.Module) -> None:
     """Replace the `forward` of the model's output layer if the model returns what that layer returns.
 
-    Some models scale or cap their logits afterwards; they are left as they are. Call this before sharding.
+    Models that scale or cap their logits afterwards are left unchanged. Call this before sharding.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     if not isinstance(base, PreTrainedModel):
         return
     head = base.get_output_embeddings()
     while isinstance(head, ModulesToSaveWrapper):
-        # The wrapper returns the output of the trained copy, and FSDP may make the copy a unit of its own.
+        # The wrapper returns the output of the trained copy, and FSDP may make the copy a separate unit.
         head = head.modules_to_save[head.active_adapters[0]]
     if isinstance(head, nn.Module) and returns_output_of_head(base):
         head.forward = _ScoringForward(head, head.forward)
@@ -81,20 +81,20 @@ class _ScoringForward:
 
     def _loss(self, hidden: torch.Tensor, targets: Targets) -> torch.Tensor:
         head: Any = self._head
-        # Not isinstance: a subclass computes something else. FSDP 2 gives a module a class of its own.
+        # Not isinstance, since a subclass may compute something else. FSDP 2 derives a new class for each module.
         if nn.Linear in (type(head), type(head).__bases__[-1]):
             kind = hidden.device.type
             dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else head.weight.dtype
             return cross_entropy_of_linear(hidden, head.weight, head.bias, targets, dtype)
         rows = hidden.flatten(0, -2).index_select(0, targets.rows)
         if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in head.modules() if part is not head):
-            # Units below the layer are gathered by their own calls, once in a forward pass.
+            # Units below the layer are gathered when they are called, so they are called once.
             return cross_entropy_of(self._logits(rows), _unchanged, targets)
         return cross_entropy_of(rows, self._logits, targets)
 
 
 class _BodyOutput:
-    """Hidden states, and None for everything else that a body may return."""
+    """Output of a model's body: hidden states, and None for everything else that a body may return."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -111,9 +111,9 @@ def _unchanged(logits: torch.Tensor) -> torch.Tensor:
 
 
 def returns_output_of_head(model: PreTrainedModel) -> bool:
-    """Whether the model's `logits` are the tensor that its output layer returned, and that layer is called once.
+    """Whether the model's `logits` are the tensor that its output layer returned, with that layer called only once.
 
-    This is tested with a copy on the meta device without the body: no value is computed, and `model` is not changed.
+    This is tested with a copy on the meta device that skips the body: no value is computed, and `model` is not changed.
     """
     returned: list[torch.Tensor] = []
 
@@ -132,7 +132,7 @@ def returns_output_of_head(model: PreTrainedModel) -> bool:
             body.forward = lambda *_, **__: _BodyOutput(torch.zeros(1, 8, hidden_size))
             head.forward = remember
             logits = skeleton(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits
-    except Exception as error:  # noqa: BLE001 - code of any model, also remote code; whole logits are right for all
+    except Exception as error:  # noqa: BLE001 - code of any model, even remote code; whole logits always work
         log.info("%s cannot be asked what it does to its logits: %s", type(model).__name__, error)
         return False
     return len(returned) == 1 and logits is returned[0]

@@ -23,23 +23,23 @@ class NextToken:
         """Let the output layer compute the loss, so that whole logits never exist, and keep documents apart."""
         head.install(model)
         packed_documents.install_document_masks(model)
-        packed_documents.install_longrope_by_document(model)
+        packed_documents.install_rope_by_document(model)
         packed_documents.leave_padding_unchecked(model)
 
     def num_terms(self, data: PreparedSplit, sequences: Sequence[int]) -> int:
-        """Number of supervised tokens."""
+        """Return the number of supervised tokens in these sequences."""
         return data.supervised_tokens(sequences)
 
     def size(self, batch: Batch) -> BatchSize:
-        """Size of the batch's documents."""
+        """Return the size of the batch's documents."""
         return BatchSize(sum(batch.document_lengths), sum(length * length for length in batch.document_lengths))
 
     def weighted_loss(
         self, model: nn.Module, batch: Batch, weight: float, device: torch.device, autocast: torch.dtype | None
     ) -> torch.Tensor:
-        """`weight` times the summed cross-entropy.
+        """Return `weight` times the summed cross-entropy.
 
-        The model gets no attention mask: positions that restart at 0 separate documents, or their bounds do.
+        The model gets no attention mask. Documents are separated by positions, which restart at 0, or by their bounds.
         """
         targets = targets_of(batch.labels, weight, device)
         context: AbstractContextManager[object] = torch.autocast(device.type, dtype=autocast) if autocast else nullcontext()
@@ -58,7 +58,7 @@ class NextToken:
 
 
 def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Targets:
-    """Targets of `labels` [B, T], not shifted, on the CPU, where a search for supervised tokens blocks no device."""
+    """Return the targets of `labels` [B, T], which are not shifted, and on the CPU, so that searching them blocks no device."""
     num_rows, length = labels.shape
     following = torch.full((num_rows, length), IGNORED_LABEL, dtype=labels.dtype)
     following[:, :-1] = labels[:, 1:]

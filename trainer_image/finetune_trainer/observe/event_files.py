@@ -1,4 +1,4 @@
-"""TensorBoard's event files, which every run writes: scalars by step, a file for each attempt (decision 0030)."""
+"""TensorBoard's event files, which every run writes: scalars by step, in one file for each attempt (decision 0030)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "tensorboard"
-"""Directory below the trackers' directory."""
+"""Name of the directory for event files, below the trackers' directory."""
 
 
 class TensorBoard:
-    """A `Tracker` that writes event files, each event at once, so that logged events survive a SIGKILL."""
+    """A `Tracker` that writes event files. It writes each event at once, so that logged events survive a SIGKILL."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Begin the file of this attempt. TensorBoard then drops later steps of earlier files. Raises OSError."""
-        # Imported in the tracker's own thread, because it takes a second, for which training need not wait.
+        """Begin this attempt's file. From its first step on, TensorBoard then ignores earlier files. Raises OSError."""
+        # The import takes a second. In the tracker's own thread, training need not wait for it.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         folder = Path(run["directory"]) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which begin with the second. Two files of one second are of
-        # different processes.
+        # TensorBoard reads files in the order of their names, which begin with the time in seconds. The process id separates
+        # two files of the same second.
         self._file = EventsWriter(str(folder / "events"), f".{run['attempt']}.{os.getpid()}")
         self._write(step=run["step"] + 1, session_log=self._session(status=self._session.START))
 

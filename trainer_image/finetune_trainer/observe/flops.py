@@ -1,8 +1,8 @@
-"""Floating-point operations that training needs by the model's mathematics.
+"""Number of floating-point operations that training needs according to the model's mathematics.
 
-Recomputation to save memory, padding of documents inside attention, norms, activations and embeddings (lookups, not products) do
-not count; the output layer does. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) compares runs whatever they
-do to save memory.
+The output layer is included. Recomputation to save memory, padding of documents inside attention, norms, activations and
+embeddings (lookups, not products) are not. So model FLOPs utilisation (MFU; Chowdhery et al., 2022, appendix B) can compare runs
+that save memory in different ways.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import nn
 
 _EXPERTS = re.compile(r"(^|\.)experts(\.|$)")
 _REPLACED = ".original_module."
-"""Name under which PEFT keeps the frozen original of a layer in modules_to_save, which it does not compute."""
+"""Name under which PEFT keeps the frozen original of a layer in modules_to_save. PEFT does not compute this original."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """Cost of one token and one document."""
+    """The quantities from which the cost of a step is computed."""
 
     matmul_parameters: float
-    """Number of values of all matrices that a token is multiplied with, adapters and output layer included, embeddings not. Only
-    as many experts count as a token is sent to.
+    """Number of values in all matrices that a token is multiplied with, including adapters and output layer, without embeddings.
+    Of the experts, only as many count as a token is sent to.
     """
     trained_matmul_parameters: float
     """Number of those values that are trained."""
@@ -33,7 +33,7 @@ class ModelCost:
     """Number of attention heads times their dimension."""
 
     def step_flops(self, tokens: int, squared_document_lengths: int) -> float:
-        """Operations of an optimizer step over documents with `tokens` tokens together.
+        """Return the operations of an optimizer step over documents that have `tokens` tokens in total.
 
         Matrices: two operations (multiply, add) per value and token forward; two in the backward pass for the gradient of the
         input; two more for the gradient of the matrix itself where it is trained. So 6 per value in full fine-tuning (Kaplan et
@@ -41,8 +41,8 @@ class ModelCost:
 
         Attention over a document of L tokens: scores and weighted values are two products of 2 L^2 `attention_width` operations
         per layer, and the backward pass has two gradients for each of them: 12 L^2 `attention_width` (Chowdhery et al., 2022,
-        appendix B), whether the base is frozen or not. A causal mask leaves half of it. Windows narrower than a document are
-        counted as if they were not.
+        appendix B), whether the base is frozen or not. A causal mask leaves half of it. Attention windows narrower than a
+        document are ignored.
         """
         matrices = (4 * self.matmul_parameters + 2 * self.trained_matmul_parameters) * tokens
         return matrices + 6 * self.attention_layers * self.attention_width * squared_document_lengths
@@ -51,7 +51,11 @@ class ModelCost:
 def model_cost(model: nn.Module, config: Any) -> ModelCost:
     """Count the matrices of an unsharded model, on any device; `config` is that of transformers."""
     config = config.get_text_config()
-    active = _active_share_of_experts(config)
+    # Tokens go to only some of the experts. Configurations in transformers use several names for the number of experts.
+    chosen = getattr(config, "num_experts_per_tok", None)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    active = chosen / experts if chosen and experts else 1.0
     total = trained = 0.0
     for name, module in model.named_modules():
         if _REPLACED in f".{name}.":
@@ -68,9 +72,9 @@ def model_cost(model: nn.Module, config: Any) -> ModelCost:
 
 
 def _matrices(module: nn.Module, *, is_expert: bool) -> list[tuple[int, bool]]:
-    """Sizes of the module's own matrices, and whether they are trained."""
+    """Return the sizes of the module's own matrices, and whether they are trained."""
     if isinstance(module, nn.Linear):
-        # Declared size, since 4-bit weights are stored in another shape.
+        # The declared size is used, since 4-bit weights are stored in another shape.
         return [(module.in_features * module.out_features, module.weight.requires_grad)]
     if isinstance(module, nn.Embedding):
         return []
@@ -79,11 +83,3 @@ def _matrices(module: nn.Module, *, is_expert: bool) -> list[tuple[int, bool]]:
     return [
         (parameter.numel(), parameter.requires_grad) for parameter in module.parameters(recurse=False) if parameter.dim() in dims
     ]
-
-
-def _active_share_of_experts(config: Any) -> float:
-    """Experts per token over experts, by their names in transformers' configurations."""
-    chosen = getattr(config, "num_experts_per_tok", None)
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(config, name, None))), None)
-    return chosen / experts if chosen and experts else 1.0

@@ -1,4 +1,4 @@
-"""How a job has spent its time over all its attempts: on steps that count, and on everything else by cause.
+"""How a job has spent its time over all its attempts: on steps that count, and on everything else, by cause.
 
 Each attempt writes records: one at its start, then the seconds that it has spent on each activity so far. Every second between
 the start of the first attempt and the latest record has exactly one cause, so the parts add up.
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 
 class Activity(StrEnum):
-    """Activity of rank 0, one at a time."""
+    """Activity of rank 0, which has exactly one activity at a time."""
 
     STARTUP = "startup"
     """Time from the start of the process to the first step: imports, joining the gang, loading, and building the model."""
@@ -30,18 +30,16 @@ class Activity(StrEnum):
 
 
 class Cause(StrEnum):
-    """Cause of time that brought no step that counts."""
+    """Cause of time in which no step that counts was done."""
 
     STARTUP = "startup"
     LOST_STEPS = "lost_steps"
-    """Steps that had to be done again, because the run was resumed from before them."""
+    """Time of steps that had to be done again, because the run was resumed from an earlier step."""
     CHECKPOINT = "checkpoint"
     EVALUATION = "evaluation"
     DATA_WAIT = "data_wait"
     BETWEEN_ATTEMPTS = "between_attempts"
-    """Time from the latest record of an attempt to the start of the next: steps after that record, scheduling, images, other
-    pods.
-    """
+    """Time from an attempt's last record to the next attempt's start: steps after the record, scheduling, images, other pods."""
     EXPORT = "export"
     OTHER = "other"
 
@@ -56,25 +54,25 @@ class _Record(BaseModel):
 
 
 class AttemptStarted(_Record):
-    """An attempt's process started at `time`; it continues after `step`."""
+    """Record that an attempt's process started at `time`, and continues after `step`."""
 
     kind: Literal["started"] = "started"
     world_size: int | None = None
-    """Ranks of the attempt; None: written by a release that did not record it."""
+    """Number of ranks of the attempt; None: an older release, which did not record it, wrote the record."""
     device: str | None = None
     """Device of rank 0: `cpu`, or the name of a GPU."""
 
 
 class TimeSpent(_Record):
-    """Time that the attempt has spent so far. `time` is its start plus the seconds, so a change of the clock does not matter."""
+    """Record of the time that an attempt has spent so far. `time` is its start plus `seconds`, so clock changes are harmless."""
 
     kind: Literal["spent"] = "spent"
     seconds: Mapping[Activity, float]
     """Seconds by activity since the start of the attempt."""
     num_saves: int = 0
-    """Number of checkpoints that it has taken so far."""
+    """Number of checkpoints that the attempt has taken so far."""
     is_last: bool = False
-    """The attempt has ended by itself; a killed one leaves no such record."""
+    """Whether the attempt has ended by itself. A killed attempt leaves no such record."""
 
 
 GoodputRecord = AttemptStarted | TimeSpent
@@ -90,16 +88,16 @@ class GoodputTotals:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds since the first attempt's start."""
+        """Seconds since the start of the first attempt."""
         return self.productive_seconds + sum(self.badput_seconds.values())
 
     @property
     def goodput(self) -> float | None:
-        """Productive share, 0 to 1; None before any time has passed."""
+        """Productive share of the time, 0 to 1; None before any time has passed."""
         return self.productive_seconds / self.total_seconds if self.total_seconds > 0 else None
 
     def plus(self, seconds: Mapping[Activity, float]) -> GoodputTotals:
-        """The totals with the seconds of a running attempt, all of whose steps count so far."""
+        """Return the totals with the seconds of a running attempt added; so far, all its steps count."""
         badput = dict(self.badput_seconds)
         for activity, spent in seconds.items():
             if activity is not Activity.STEPS:
@@ -110,16 +108,16 @@ class GoodputTotals:
 
 @dataclass(frozen=True)
 class AttemptLosses:
-    """Attempts that lost steps or were killed, and the costs of saves."""
+    """How often attempts lost steps or were killed, and what saves cost."""
 
     count: int = 0
     seconds: float = 0.0
-    """Seconds that all attempts have run."""
+    """Seconds that all attempts have run in total."""
     save_seconds: float = 0.0
     num_saves: int = 0
 
     def plus(self, seconds: Mapping[Activity, float], num_saves: int) -> AttemptLosses:
-        """The losses with a running attempt."""
+        """Return the losses with the time and the saves of a running attempt added."""
         return AttemptLosses(
             self.count,
             self.seconds + sum(seconds.values()),
@@ -129,8 +127,9 @@ class AttemptLosses:
 
 
 def attempt_losses(records: Sequence[GoodputRecord]) -> AttemptLosses:
-    """Losses of all attempts except the one that the last record starts. An attempt that saved before it ended has lost
-    nothing.
+    """Add up the losses of all attempts except the one that the last record starts.
+
+    An attempt has lost nothing if it ended by itself and the next one continues after its last step.
     """
     losses = AttemptLosses()
     latest: GoodputRecord | None = None
@@ -146,7 +145,7 @@ def attempt_losses(records: Sequence[GoodputRecord]) -> AttemptLosses:
 
 
 def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
-    """The records among these lines; other lines are skipped."""
+    """Return the records among these lines; other lines are skipped."""
     records = []
     for line in lines:
         try:
@@ -157,7 +156,7 @@ def parse_records(lines: Iterable[Mapping[str, Any]]) -> list[GoodputRecord]:
 
 
 def starts_and_ends(records: Iterable[GoodputRecord]) -> list[tuple[AttemptStarted, GoodputRecord]]:
-    """Start and last record of each attempt, in their order."""
+    """Return the start and the last record of each attempt, in order."""
     pairs: list[tuple[AttemptStarted, GoodputRecord]] = []
     for record in records:
         if isinstance(record, AttemptStarted):
@@ -169,14 +168,14 @@ def starts_and_ends(records: Iterable[GoodputRecord]) -> list[tuple[AttemptStart
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Steps `first` < step <= `last`, done in `seconds`."""
+    """The steps after `first`, up to and including `last`, which took `seconds`."""
 
     first: int
     last: int
     seconds: float
 
     def up_to(self, step: int) -> _Stretch:
-        """The part that ends at `step`, if steps take equally long."""
+        """Return the part up to `step`, assuming that all steps take equally long."""
         last = max(min(self.last, step), self.first)
         length = self.last - self.first
         share = (last - self.first) / length if length else float(self.last <= step)
@@ -184,10 +183,10 @@ class _Stretch:
 
 
 def goodput_totals(records: Sequence[GoodputRecord]) -> GoodputTotals:
-    """Totals of all attempts, whose records are in the order in which they were written.
+    """Add up the time of all attempts. The records are in the order in which they were written.
 
-    If clocks of different machines disagree, so that an attempt seems to start before the previous one ended, the time between
-    them counts as zero.
+    If clocks of different machines disagree, an attempt may seem to start before the previous one ended. The time
+    between them then counts as zero.
     """
     total = GoodputTotals()
     kept: list[_Stretch] = []

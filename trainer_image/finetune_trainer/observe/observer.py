@@ -1,7 +1,7 @@
-"""Reports of the training loop, and their destinations: metrics, history, goodput records and trackers.
+"""Passes the training loop's reports to their destinations: metrics, history, goodput records and trackers.
 
-The first rank has a `Reporter`; the others have an `Observer`, which does nothing, so that the loop treats all alike. Neither
-decides anything. Files hold all attempts of the job; metrics and trackers hold this one.
+The first rank has a `Reporter`. All other ranks have an `Observer`, which does nothing, so that the loop treats all ranks alike.
+Neither decides anything. Files cover all attempts of the job; metrics and trackers get only this attempt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune_trainer.errors import classify
 from finetune_trainer.files import write_durably
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.load import build_on_meta
-from finetune_trainer.observe.flops import ModelCost, model_cost
+from finetune_trainer.observe.flops import model_cost
 from finetune_trainer.observe.goodput import Activity, AttemptStarted
 from finetune_trainer.observe.run_files import GoodputRecorder, History, Stopwatch
 from finetune_trainer.observe.server import RunMetrics, serving
@@ -41,18 +41,19 @@ from finetune_trainer.observe.steps import PaceWindow, StepResult, StepTiming, s
 from finetune_trainer.observe.trackers import Trackers
 from finetune_trainer.ranks.device_test import DeviceFigures
 from finetune_trainer.ranks.gang import Gang
+from finetune_trainer.ranks.restarts import read_restarts
 
 _RESUMED = ("epoch", "loss", "learning_rate")
-"""Fields of Progress that the history holds and no checkpoint does."""
+"""Fields of Progress that only the history holds, and no checkpoint."""
 
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """Constants of an attempt."""
+    """Values that are constant during an attempt."""
 
     context: RunContext
     plan: RunPlan
-    """The plan with preflight's choices."""
+    """The plan with the choices that preflight made."""
     reached: DeviceFigures | None
     """Speeds that this rank's device reached before the start; None: it was not tested."""
     gang: Gang
@@ -70,42 +71,42 @@ class StepDone:
     """One optimizer step, with the evaluation after it."""
 
     step: int
-    """Number of steps done."""
+    """Number of steps done, including this one."""
     learning_rate: float
     seconds: float
     result: StepResult
     state: RunState
     was_evaluated: bool
     peak_memory_bytes: int | None
-    """Peak over all ranks; None if it was not requested after this step."""
+    """Largest peak memory of any rank; None if it was not requested after this step."""
     is_saved: bool
-    """Whether a checkpoint follows."""
+    """Whether a checkpoint is taken after this step."""
 
 
 class Observer:
-    """Does nothing, for the ranks that do not report."""
+    """The observer of ranks that do not report; it does nothing."""
 
     def during(self, _activity: Activity) -> AbstractContextManager[None]:
-        """Count the time in the body for this activity."""
+        """Count the time that the body takes for this activity."""
         return nullcontext()
 
     def evaluated_before_start(self, state: RunState) -> None:
         """Report the base model's held-out loss."""
 
     def stepped(self, done: StepDone) -> None:
-        """Report a step. Call this before the checkpoint: a run resumed from it does not do this step again, so its line would be
-        missing.
+        """Report a step. Call this before its checkpoint is taken: a run that resumes from the checkpoint does not do the step
+        again, so the history would lack its line.
         """
 
     def saved(self) -> None:
         """Report that a checkpoint has been taken."""
 
     def interval_for_losses(self) -> float | None:
-        """Seconds between saves that lose the least time, by the losses so far; None without losses, or for other ranks."""
+        """Return the best time between saves, in seconds, by the losses so far; None without losses or on other ranks."""
         return None
 
     def facts(self) -> dict[str, str]:
-        """Facts for the report of a run that has succeeded."""
+        """Return facts for the report of a run that has succeeded."""
         return {}
 
 
@@ -113,7 +114,7 @@ class Observer:
 def observing(
     run: ObservedRun, state: RunState, stopwatch: Stopwatch, port: int, is_stalled: Callable[[], bool]
 ) -> Iterator[Observer]:
-    """Observe while the body runs; the trackers learn how it ends. Raises OSError."""
+    """Yield the observer for the body; trackers are informed how the body ended. Raises OSError."""
     if not run.gang.is_first:
         yield Observer()
         return
@@ -128,6 +129,7 @@ def observing(
             best_eval_loss=state.best_eval_loss,
             checkpoint_step=run.checkpoints.complete_step(),
             checkpoint_time=time.time(),
+            restarts=read_restarts(context.workspace.restarts(context.attempt)),
         ),
         is_stalled,
     )
@@ -163,7 +165,7 @@ class Reporter(Observer):
         self._run, self._run_metrics, self._stopwatch, self._trackers = run, run_metrics, stopwatch, trackers
         workspace = run.context.workspace
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
-        # A run that was stopped during the export does no further step that would set these.
+        # A run that was stopped during the export does no further step, which would set these fields.
         self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
         device = run.gang.device
         product = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -177,7 +179,12 @@ class Reporter(Observer):
         self._goodput = GoodputRecorder(workspace.accounts, start, stopwatch)
         self._window = PaceWindow()
         self._step = run.first_step
-        self._peak, self._cost = _peak_and_cost(run, product)
+        known = device_of(product)
+        self._peak, self._cost = known.flops if known is not None else None, None
+        if known is not None or run.reached is not None:
+            model = build_on_meta(run.context.plan, run.context.base_model)
+            trained = attach(model, run.context.plan) if run.context.plan.method.trains_adapter else model
+            self._cost = model_cost(trained, model.config)
         self._calculated = calculated_tokens_per_second(run.plan, run.context.base_model, product)
         slowest = run.reached.slowest_share if run.reached is not None else None
         self._run_metrics.update(calculated_tokens_per_second=self._calculated, slowest_device_ratio=slowest)
@@ -220,7 +227,7 @@ class Reporter(Observer):
             "data_seconds": result.data_seconds,
             "tokens_per_second": result.tokens / done.seconds,
             "calculated_tokens_per_second": self._calculated,
-            "mfu": self._mfu(flops / done.seconds if flops is not None else None),
+            "mfu": self._share(flops / done.seconds if flops is not None else None, self._peak),
         }
         self._history.append(**line, **{CHECKPOINT_STEP: run.checkpoints.complete_step()})
         self._trackers.log(done.step, {name: value for name, value in line.items() if value is not None and name != "step"})
@@ -237,7 +244,7 @@ class Reporter(Observer):
             **values,
             tokens_per_second=pace.tokens_per_second,
             tokens_per_second_per_device=pace.tokens_per_second / world_size,
-            mfu=self._mfu(pace.flops_per_second),
+            mfu=self._share(pace.flops_per_second, self._peak),
             reached_flops_ratio=self._share(pace.flops_per_second, self._run.reached.flops if self._run.reached else None),
             step_seconds_median=pace.seconds_median,
             step_seconds_p95=pace.seconds_p95,
@@ -253,7 +260,7 @@ class Reporter(Observer):
 
     def interval_for_losses(self) -> float | None:
         losses = self._goodput.losses()
-        # Until a save was measured, it is assumed to last as long as a step.
+        # Until a save has been measured, it is assumed to take as long as a step.
         save_seconds = losses.save_seconds / losses.num_saves if losses.num_saves else self._window.seconds_mean
         if not losses.count or save_seconds is None:
             return None
@@ -276,7 +283,7 @@ class Reporter(Observer):
         self._history.close()
 
     def _see_checkpoints(self) -> None:
-        """Update checkpoint metrics. An asynchronous checkpoint is complete some steps after it was taken."""
+        """Update the checkpoint metrics. An asynchronous checkpoint is complete only some steps after it was taken."""
         checkpoints, totals = self._run.checkpoints, self._run_metrics.totals
         complete = checkpoints.complete_step()
         is_new = complete != self._run_metrics.progress.checkpoint_step
@@ -291,18 +298,15 @@ class Reporter(Observer):
             intervals.append(max(for_losses, step_seconds))
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
-    def _mfu(self, flops_per_second: float | None) -> float | None:
-        return self._share(flops_per_second, self._peak)
-
     def _share(self, flops_per_second: float | None, of: float | None) -> float | None:
-        """Share of the speed of all devices. of: speed of one device."""
+        """Return this speed as a share of the speed of all devices. of: the speed of one device."""
         if flops_per_second is None or of is None:
             return None
         return flops_per_second / (of * self._run.gang.world_size)
 
 
 def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
-    """Tokens per second of all ranks on such devices; None if the planner does not know the device or the model."""
+    """Calculate the tokens per second of all ranks on such devices; None if the planner does not know device or model."""
     try:
         files = read_model(base_model)
         return calculated_pace(plan, model_shape(plan, files), files.stored, product).tokens_per_second
@@ -310,21 +314,9 @@ def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) 
         return None
 
 
-def _peak_and_cost(run: ObservedRun, product: str) -> tuple[float | None, ModelCost | None]:
-    """The device's peak, if it is known, and the model's cost; None if nothing is known about the device."""
-    known = device_of(product)
-    if known is None and run.reached is None:
-        return None, None
-    plan = run.context.plan
-    model = build_on_meta(plan, run.context.base_model)
-    return known.flops if known is not None else None, model_cost(
-        attach(model, plan) if plan.method.trains_adapter else model, model.config
-    )
-
-
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this rank so far: of its device, or resident on the CPU."""
+    """Return the peak memory of this rank so far: of its GPU, or resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    # Linux counts in KiB.
+    # Linux reports this value in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

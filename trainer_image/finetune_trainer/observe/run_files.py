@@ -1,6 +1,6 @@
-"""Files to which rank 0 appends JSON lines: the history, a line for each optimizer step, and how attempts spend time.
+"""Files to which rank 0 appends JSON lines: the history, with a line for each optimizer step, and the goodput records.
 
-Both cover the whole job with all attempts; lines that a crash cut off are completed or left out when they are read.
+Both cover all attempts of the job. Readers leave out a line that a crash cut off.
 """
 
 from __future__ import annotations
@@ -28,31 +28,29 @@ from finetune_trainer.observe.goodput import (
 )
 
 LONGEST_GAP_SECONDS = 60.0
-"""Longest time between two records: what a killed attempt did after its last one counts as the time until the next attempt."""
-
-
-def kept_lines(text: str, resumed_step: int) -> list[dict[str, Any]]:
-    """The lines up to the resumed step. Later ones are written again, and a line cut off by a crash is dropped."""
-    return [line for line in read_lines(text) if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
+"""Longest time between two records. What a killed attempt did after its last record counts as time between attempts."""
 
 
 class History:
-    """Appends lines. Losing the last ones in a crash does no harm, because a resumed run writes them again."""
+    """The history. Losing its last lines in a crash does no harm, because a resumed run writes them again."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        """resumed_step: None for a run from the start. Raises OSError."""
+        """resumed_step: the step after which the run continues; None for a run from the start. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        before = read_own(path).decode(errors="replace") if path.exists() and resumed_step is not None else ""
-        kept = kept_lines(before, resumed_step or 0)
+        kept: list[dict[str, Any]] = []
+        if path.exists() and resumed_step is not None:
+            # Later steps are done again, as is the step whose line a crash cut off.
+            lines = read_lines(read_own(path).decode(errors="replace"))
+            kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._lines = JsonLines(path)
         self.tokens: int = sum(line.get("tokens", 0) for line in kept)
         """Number of tokens computed in all steps that count."""
         self.resumed: dict[str, Any] = kept[-1] if kept else {}
-        """Line of the step after which the run continues."""
+        """The history's line of the step after which the run continues; empty for a run from the start."""
 
     def append(self, **values: Any) -> None:
-        """Add one line without values that are None."""
+        """Add one line; values that are None are left out."""
         self.tokens += values.get("tokens", 0)
         self._lines.append({name: value for name, value in values.items() if value is not None})
 
@@ -62,7 +60,7 @@ class History:
 
 
 class Stopwatch:
-    """Divides the time since the start of this process among activities; at each moment there is exactly one."""
+    """Divides the time since the start of this process among activities. At each moment, exactly one activity counts."""
 
     def __init__(self, age_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -70,13 +68,13 @@ class Stopwatch:
         self._activity, self._since = Activity.STARTUP, clock()
 
     def seconds(self) -> dict[Activity, float]:
-        """Seconds by activity until now."""
-        self._close()
+        """Return the seconds spent on each activity until now."""
+        self._turn_to(self._activity)
         return dict(self._seconds)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Count time in the body for `activity`, and time after it for no particular one; start-up ends with the first step."""
+        """Count the body's time for `activity`. Time after it counts as start-up before the first step, and as other later."""
         is_starting = self._activity is Activity.STARTUP and activity is not Activity.STEPS
         self._turn_to(activity)
         try:
@@ -85,26 +83,22 @@ class Stopwatch:
             self._turn_to(Activity.STARTUP if is_starting else Activity.OTHER)
 
     def move(self, seconds: float, source: Activity, target: Activity) -> None:
-        """Move seconds from one activity to another, at most as many as it has."""
+        """Move seconds from `source` to `target`, but no more than `source` has."""
         moved = min(seconds, self._seconds.get(source, 0.0))
         self._seconds[source] = self._seconds.get(source, 0.0) - moved
         self._seconds[target] = self._seconds.get(target, 0.0) + moved
 
     def _turn_to(self, activity: Activity) -> None:
-        self._close()
-        self._activity = activity
-
-    def _close(self) -> None:
         now = self._clock()
         self._seconds[self._activity] = self._seconds.get(self._activity, 0.0) + now - self._since
-        self._since = now
+        self._activity, self._since = activity, now
 
 
 class GoodputRecorder:
-    """Totals of time over all attempts, and the file of their records."""
+    """The totals of time over all attempts, and the file with the attempts' records."""
 
     def __init__(self, path: Path, start: AttemptStarted, stopwatch: Stopwatch) -> None:
-        """start: its time is that of this call, in seconds since the epoch. Raises OSError if the file cannot be opened."""
+        """start: its time must be the time of this call. Raises OSError if the file cannot be opened."""
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = start.attempt, stopwatch
         self._start = start.model_copy(update={"time": start.time - sum(stopwatch.seconds().values())})
@@ -115,11 +109,11 @@ class GoodputRecorder:
         self._written_at = self._start.time
 
     def totals(self) -> GoodputTotals:
-        """Totals until now."""
+        """Return the totals until now."""
         return self._before.plus(self._stopwatch.seconds())
 
     def losses(self) -> AttemptLosses:
-        """Losses of earlier attempts, with the time of this one."""
+        """Return the losses of earlier attempts, with the time and the saves of this attempt."""
         return self._losses.plus(self._stopwatch.seconds(), self._num_saves)
 
     def saved(self) -> None:
@@ -127,7 +121,7 @@ class GoodputRecorder:
         self._num_saves += 1
 
     def record(self, step: int, *, always: bool, is_last: bool = False) -> None:
-        """Write what this attempt has spent so far; unless `always`, only when the latest record is old."""
+        """Write the time that this attempt has spent so far; unless `always`, only if the latest record is old."""
         seconds = self._stopwatch.seconds()
         now = self._start.time + sum(seconds.values())
         if always or now - self._written_at >= LONGEST_GAP_SECONDS:
@@ -144,9 +138,9 @@ class GoodputRecorder:
 
 
 def process_age_seconds() -> float:
-    """Time since the kernel started this process; 0 if the kernel does not report it."""
+    """Return the time since the kernel started this process; 0 if the kernel does not report it."""
     try:
-        # Field 22 of proc(5)'s stat, counted from behind the name, which may contain spaces.
+        # This is field 22 of stat (see proc(5)), counted from the end of the name, since the name may contain spaces.
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
         return 0.0

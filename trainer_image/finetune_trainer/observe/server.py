@@ -1,11 +1,10 @@
-"""The latest state of the run, written by the training loop, and rank 0's answers from it over HTTP.
+"""The latest state of the run, which the training loop writes, and the HTTP server with which rank 0 reports it.
 
-/progress is for the operator, /metrics for Prometheus, /healthz for anyone who asks.
+/progress is for the operator, /metrics for Prometheus, and /healthz for anyone.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -22,46 +21,41 @@ from finetune_trainer.observe.metrics import Totals, families
 
 
 class RunMetrics(Collector):
-    """Progress and totals of this attempt, always of the same moment."""
+    """Progress and totals of this attempt. Both are always from the same moment."""
 
     def __init__(self, progress: Progress, is_stalled: Callable[[], bool]) -> None:
         """is_stalled: whether training makes no progress; called at each request for /healthz."""
-        self._lock = threading.Lock()
-        self._progress, self._totals = progress, Totals()
+        # Only the training loop replaces this pair, always as a whole, so other threads see both from the same moment.
+        self._state = progress, Totals()
         self.is_stalled = is_stalled
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
     @property
     def progress(self) -> Progress:
-        with self._lock:
-            return self._progress
+        return self._state[0]
 
     @property
     def totals(self) -> Totals:
-        with self._lock:
-            return self._totals
+        return self._state[1]
 
     def update(self, totals: Totals | None = None, **changes: Any) -> None:
         """Replace the totals, and change fields of the progress."""
-        with self._lock:
-            self._totals = totals or self._totals
-            self._progress = self._progress.model_copy(update=changes)
+        progress, earlier = self._state
+        self._state = progress.model_copy(update=changes), totals or earlier
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics for Prometheus' library."""
-        with self._lock:
-            progress, totals = self._progress, self._totals
-        return families(progress, totals)
+        return families(*self._state)
 
     def metrics(self) -> bytes:
-        """The metrics in Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 @contextmanager
 def serving(run_metrics: RunMetrics, port: int) -> Iterator[int]:
-    """Answer on all interfaces in a thread while the body runs; yields the port. port: 0 takes any free one. Raises OSError."""
+    """Answer requests on all interfaces while the body runs, and yield the port. port: 0 takes any free port. Raises OSError."""
 
     def health() -> Answer:
         if run_metrics.is_stalled():

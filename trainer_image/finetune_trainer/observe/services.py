@@ -1,14 +1,14 @@
-"""Weights & Biases and MLflow as trackers, for trainer images that have their packages.
+"""Weights & Biases and MLflow as trackers, for trainer images that contain their packages.
 
-With a key or an address in the environment they send to their service; without, they write to the workspace, from which
-everything can be sent later. Training pods of a cluster have no network access, so there it is always the workspace.
+With a key or an address in the environment, they send to their service. Otherwise they write to the workspace, from which
+everything can be sent later. Training pods in a cluster have no network access, so there they always write to the workspace.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ from typing import Any
 WANDB_KEY, MLFLOW_ADDRESS = "WANDB_API_KEY", "MLFLOW_TRACKING_URI"
 UID_TAG = "finetune.uid"
 MAX_SETTING = 250
-"""Longest setting that is sent to MLflow, in characters, which every release of MLflow accepts."""
+"""Maximum number of characters of a setting that is sent to MLflow; every release of MLflow accepts this many."""
 
 
 class WeightsAndBiases:
-    """A run of W&B for each job, which the next attempt continues. Its project is the namespace."""
+    """Keeps one W&B run for each job, which the next attempt continues. The run's project is the namespace."""
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Start or continue the run. Raises errors of the package."""
@@ -47,14 +47,14 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow for each job, which the next attempt continues. Its experiment is the namespace."""
+    """Keeps one MLflow run for each job, which the next attempt continues. The run's experiment is the namespace."""
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Start or continue the run. Raises errors of the package."""
         self._entities = import_module("mlflow.entities")
         folder = Path(run["directory"]).absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # Newer releases of MLflow refuse a directory of files, so it is a database.
+        # Newer releases of MLflow refuse to write to a directory of files, so a database is used.
         address = os.environ.get(MLFLOW_ADDRESS) or f"sqlite:///{folder}/mlflow.db"
         self._client = import_module("mlflow.tracking").MlflowClient(tracking_uri=address)
         experiment = self._client.get_experiment_by_name(run["namespace"])
@@ -64,8 +64,12 @@ class MLflow:
         tracked_run = earlier[0] if earlier else self._client.create_run(number, run_name=run["name"], tags=tags)
         self._id = tracked_run.info.run_id
         self._client.update_run(self._id, status="RUNNING")
-        settings = [self._entities.Param(name, value) for name, value in _settings(run["plan"])]
-        self._client.log_batch(self._id, params=settings)
+        plan = run["plan"]
+        settings = {"method": plan["method"]["type"], "model": plan["model"]["name"], **plan["training"]}
+        parameters = [
+            self._entities.Param(name, str(value)[:MAX_SETTING]) for name, value in settings.items() if value is not None
+        ]
+        self._client.log_batch(self._id, params=parameters)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log one line of the history."""
@@ -78,11 +82,3 @@ class MLflow:
         """Record how the run has ended."""
         self._client.set_tag(self._id, "finetune.outcome", outcome)
         self._client.set_terminated(self._id, "FINISHED" if outcome == "Succeeded" else "FAILED")
-
-
-def _settings(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    yield "method", str(plan["method"]["type"])
-    yield "model", str(plan["model"]["name"])[:MAX_SETTING]
-    for name, value in plan["training"].items():
-        if value is not None:
-            yield name, str(value)[:MAX_SETTING]

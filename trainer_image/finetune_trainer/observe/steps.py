@@ -1,4 +1,4 @@
-"""Optimizer steps for reports: the result of one, and the pace of the latest."""
+"""Optimizer steps for reports: the result of one step, and the pace of the latest steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ class StepResult:
     """Result of one step."""
 
     loss: float
-    """Mean over the supervised tokens of the global batch."""
+    """Mean loss over the supervised tokens of the global batch."""
     gradient_norm: float
-    """Norm before clipping, over all ranks."""
+    """Norm of the gradients before clipping, over all ranks."""
     supervised_tokens: int
     tokens: int
     """Tokens of documents, without padding, over all ranks."""
     squared_document_lengths: int
-    """Sum over all documents of length squared, over all ranks, which determines the work of attention."""
+    """Sum of the squared lengths of all documents of all ranks, which determines the work of attention."""
     data_seconds: float
     """Time that this rank waited for batches."""
     compute_seconds: tuple[float, ...]
-    """Computing time of each rank, by rank. On a CPU it is the main thread's time without waiting, so that slow ranks show; on a
-    GPU it is elapsed time without waiting for batches, which includes waiting for other ranks inside collectives.
+    """Computing time of each rank, by rank. On a CPU it is the main thread's processor time, so that slow ranks show. On a GPU it
+    is elapsed time without waiting for batches, but with waiting for other ranks inside collectives.
     """
     stop: bool
     """Whether some rank has been asked to stop."""
     loss_scale: float
-    """Factor of the loss with which the gradients were finite."""
+    """Factor on the loss with which the gradients were finite."""
 
 
 WINDOW_STEPS = 100
@@ -47,7 +47,7 @@ class StepTiming:
     tokens: int
     """Tokens over all ranks."""
     flops: float | None
-    """Operations by the model's mathematics, over all ranks."""
+    """Operations according to the model's mathematics, over all ranks; None if unknown."""
 
 
 @dataclass(frozen=True)
@@ -63,45 +63,32 @@ class Pace:
 
 
 class PaceWindow:
-    """The latest steps."""
+    """The latest steps, and their pace."""
 
     def __init__(self, size: int = WINDOW_STEPS) -> None:
         self._steps: deque[StepTiming] = deque(maxlen=size)
+        self.seconds_mean: float | None = None
+        """Mean duration of the latest steps; None before the first step."""
 
     def add(self, step: StepTiming) -> Pace:
-        """Add a step; returns the pace with it."""
+        """Add a step, and return the pace with it."""
         self._steps.append(step)
-        return pace(self._steps)
-
-    @property
-    def seconds_mean(self) -> float | None:
-        """Mean duration of a step; None before the first."""
-        return pace(self._steps).seconds_mean if self._steps else None
-
-
-def pace(steps: Sequence[StepTiming]) -> Pace:
-    """Pace of at least one step."""
-    seconds = [step.seconds for step in steps]
-    total = max(sum(seconds), 1e-9)
-    flops = [step.flops for step in steps if step.flops is not None]
-    return Pace(
-        tokens_per_second=sum(step.tokens for step in steps) / total,
-        flops_per_second=sum(flops) / total if len(flops) == len(seconds) else None,
-        seconds_mean=total / len(seconds),
-        seconds_median=statistics.median(seconds),
-        seconds_p95=percentile(seconds, 0.95),
-        data_wait_ratio=min(1.0, sum(step.data_seconds for step in steps) / total),
-    )
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
-    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+        seconds = [step.seconds for step in self._steps]
+        total = max(sum(seconds), 1e-9)
+        flops = [step.flops for step in self._steps if step.flops is not None]
+        self.seconds_mean = total / len(seconds)
+        return Pace(
+            tokens_per_second=sum(step.tokens for step in self._steps) / total,
+            flops_per_second=sum(flops) / total if len(flops) == len(seconds) else None,
+            seconds_mean=self.seconds_mean,
+            seconds_median=statistics.median(seconds),
+            # The smallest value that at least 95 % of the values do not exceed.
+            seconds_p95=sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1],
+            data_wait_ratio=min(1.0, sum(step.data_seconds for step in self._steps) / total),
+        )
 
 
 def straggler_ratio(compute_seconds: Sequence[float]) -> float | None:
-    """Slowest rank over the median rank; None if nothing was measured."""
-    if not compute_seconds:
-        return None
-    median = statistics.median(compute_seconds)
+    """Return the ratio of the slowest rank's time to the median rank's; None if nothing was measured."""
+    median = statistics.median(compute_seconds) if compute_seconds else 0.0
     return max(compute_seconds) / median if median > 0 else None

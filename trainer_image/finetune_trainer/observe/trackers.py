@@ -1,8 +1,8 @@
-"""Experiment trackers: found by name, fed from a thread of their own, and unable to harm the run.
+"""Experiment trackers. Each is looked up by name, runs in a thread of its own, and cannot harm the run.
 
-TensorBoard's files are always written, the others if the job names them. Weights & Biases and MLflow are offered if the image has
-their packages; any other package in it offers a tracker as an entry point of group `finetune.trackers`: a callable without
-arguments that returns a `Tracker`.
+TensorBoard's files are always written; other trackers run if the job names them. Weights & Biases and MLflow are offered if the
+image has their packages. Any other package in the image can offer a tracker as an entry point of the group `finetune.trackers`: a
+callable without arguments that returns a `Tracker`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from finetune_trainer.observe.services import MLflow, WeightsAndBiases
 
 log = logging.getLogger(__name__)
 WAITING_LINES = 10_000
-"""Largest number of lines that wait for a tracker; more are dropped and counted."""
+"""Maximum number of lines that wait for a tracker; further lines are dropped and counted."""
 FINISH_SECONDS = 5.0
-"""Time that the end of a run waits for all its trackers together: a pod that was asked to stop has little time left."""
+"""Time that a run waits at its end for all trackers together. It is short, since a stopping pod has little time left."""
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. All calls come from one thread, in this order. An exception turns the tracker off."""
+    """Interface of a tracker. One thread calls these methods in this order. An exception turns the tracker off."""
 
     def start(self, run: Mapping[str, Any]) -> None:
         """Begin a run.
 
-        run: namespace, name and uid of the job, attempt, steps done before, total_steps, the whole plan, and a directory on the
-        workspace for the tracker's files.
+        run: namespace, name and uid of the job, attempt, step (steps done before), total_steps, plan, and directory, which is a
+        directory on the workspace for the tracker's files.
         """
         ...
 
@@ -54,17 +54,17 @@ BUILT_IN: dict[str, tuple[str | None, Callable[[], Tracker]]] = {
     WANDB: ("wandb", WeightsAndBiases),
     MLFLOW: ("mlflow", MLflow),
 }
-"""Trackers by name: the required package, and how to create the tracker."""
+"""Name of a tracker -> the package that it needs, and a function that creates the tracker."""
 
 
 def offered_trackers() -> set[str]:
-    """Names that a job may use in this image."""
+    """Return the names that a job may use in this image."""
     own = {name for name, (package, _) in BUILT_IN.items() if package is None or find_spec(package) is not None}
     return own | set(entry_points(group=GROUP).names)
 
 
 def unknown_trackers(plan: RunPlan) -> Finding | None:
-    """The finding of trackers that no package of this image offers, or None."""
+    """Return the finding that the job names trackers that no package of this image offers, or None."""
     offered = sorted(offered_trackers())
     unknown = [name for name in plan.training.trackers if name not in offered]
     if not unknown:
@@ -110,14 +110,6 @@ class Trackers:
 Call = Callable[[Tracker], None]
 
 
-def _made(name: str) -> Tracker:
-    if name in BUILT_IN:
-        return BUILT_IN[name][1]()
-    (entry,) = entry_points(group=GROUP, name=name)
-    tracker: Tracker = entry.load()()
-    return tracker
-
-
 class _Feed:
     """One tracker in its thread."""
 
@@ -150,7 +142,11 @@ class _Feed:
 
     def _run(self) -> None:
         try:
-            tracker = _made(self._name)
+            if self._name in BUILT_IN:
+                tracker = BUILT_IN[self._name][1]()
+            else:
+                (entry,) = entry_points(group=GROUP, name=self._name)
+                tracker = entry.load()()
             while (call := self._calls.get()) is not None:
                 call(tracker)
         except Exception:

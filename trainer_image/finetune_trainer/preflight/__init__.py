@@ -1,1 +1,1 @@
-"""The checks that need the real model or the real data; they run on a CPU before any GPU is held."""
+"""The checks that need the real model or the real data. They run on a CPU before a GPU is allocated."""

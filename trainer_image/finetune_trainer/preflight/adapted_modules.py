@@ -1,7 +1,7 @@
-"""Describes a model with adapters from its base: which modules have an adapter, which are packed, and how the base names them.
+"""Describes a model with adapters: which modules have an adapter, which are packed, and what their names in the base are.
 
-PEFT wraps modules of the base in its own, and the whole base as well, so neither names nor weights are where the manifest
-has them. The checks of attached adapters use this: attached.py, experts.py, bypassed.py and adapter_names.py.
+PEFT wraps modules of the base, and the whole base, in modules of its own, so neither names nor weights are where the manifest
+expects them. The checks of attached adapters use this: attached.py, experts.py, bypassed.py and adapter_names.py.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def name_in_base(name: str) -> str:
 
 
 def adapted_modules(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """Returns the layers of PEFT by their name in the base: adapted modules, and adapted parameters that are no layer's
-    weight.
-    """
+    """Returns name in the base -> PEFT's layer, for adapted modules and for adapted parameters that are not a layer's weight."""
     return {
         name_in_base(f"{name}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name): layer
         for name, layer in model.named_modules()
@@ -40,5 +38,5 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def adapter_settings(method: MethodPlan) -> dict[str, Any]:
-    """Returns the manifest's settings of a method outside LoRA's family; empty for LoRA's."""
+    """Returns the manifest's settings of a method that does not belong to LoRA's family; empty for LoRA's family."""
     return {} if method.adapter is None else method.adapter.settings

@@ -1,12 +1,11 @@
-"""Checks the names in the settings of an adapter against the loaded model (name_matching.py has the rules of matching).
+"""Checks the names in an adapter's settings against the loaded model (name_matching.py has the rules of matching).
 
-For architectures whose experts used to be linear layers, PEFT turns their old names, and all-linear, into names of stacked
-parameters (peft.utils.transformers_weight_conversion). What it then adapts, leaves out and writes down is checked as well.
+In architectures whose experts used to be linear layers, PEFT takes the old names of the experts, and all-linear, for names of
+stacked parameters (peft.utils.transformers_weight_conversion). What PEFT then adapts, leaves out and writes to
+adapter_config.json is also checked.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 from peft import PeftModel
 from peft.tuners.lora.layer import LoraLayer, ParamWrapper
@@ -72,9 +71,9 @@ def _parameters(seen: ModelInspection) -> dict[str, int]:
 
 
 def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
-    """Returns the names of targetModules that PEFT takes for stacked parameters.
+    """Returns those names in targetModules that PEFT takes for names of stacked parameters.
 
-    These are all of them if PEFT refuses one; attaching the adapters then reports the refusal.
+    If PEFT refuses a name, all are returned; attaching the adapters then reports the refusal.
     """
     written = frozenset(lora.target_modules)
     try:
@@ -90,7 +89,7 @@ def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
 
 
 def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
-    """Refuses chosen layers if PEFT turns modules into parameters, for which it ignores the choice."""
+    """Refuses a choice of layers if PEFT takes target modules for stacked parameters, which it adapts in all layers."""
     lora, taken = seen.lora, taken_for_experts(seen.lora, seen.base)
     if lora.layers_to_transform is None or not taken:
         return []
@@ -110,7 +109,7 @@ def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
 
 
 def check_excluded_names(seen: ModelInspection) -> list[Finding]:
-    """Warns of excluded names that exclude only linear layers, while all-linear adapts the experts that had these names."""
+    """Warns of excluded names that exclude only linear layers, while all-linear adapts the experts that once had these names."""
     lora, base = seen.lora, seen.base
     named = tuple(name for name in lora.exclude_modules if "." not in name)
     if lora.target_modules != (ALL_LINEAR,) or not named:
@@ -136,31 +135,32 @@ def check_excluded_names(seen: ModelInspection) -> list[Finding]:
 
 
 def check_saved_names(seen: ModelInspection) -> list[Finding]:
-    """Refuses modules to train whole that contain parameters to adapt: PEFT wraps one in the other, or refuses with its own
-    error.
-    """
+    """Refuses modules to train whole that contain parameters to adapt: PEFT nests its wrappers, or refuses with its own error."""
     lora, base = seen.lora, seen.base
     try:
         config = lora_config(lora)
         convert_peft_config_for_transformers(config, model=base, conversions=None)
     except REFUSALS:
-        return []  # it says so itself
-    adapted = [name for name, _ in base.named_parameters() if any(targets(each, name) for each in config.target_parameters or ())]
+        return []  # attaching the adapters reports this
+    adapted = [
+        name for name, _ in base.named_parameters() if any(targets(target, name) for target in config.target_parameters or ())
+    ]
     modules = [name for name, _ in base.named_modules() if name]
     both = {
         name: inside
         for name in lora.modules_to_save
         for module in modules
-        if module.endswith(name) and (inside := next((each for each in adapted if each.startswith(f"{module}.")), None))
+        if module.endswith(name)
+        and (inside := next((parameter for parameter in adapted if parameter.startswith(f"{module}.")), None))
     }
     if not both:
         return []
     name, parameter = next(iter(both.items()))
     field = f"{_FIELD}.modulesToSave"
-    left = [each for each in lora.modules_to_save if each not in both]
+    left = [other for other in lora.modules_to_save if other not in both]
     by = (
         f"{_FIELD}.targetParameters"
-        if any(targets(each, parameter) for each in lora.target_parameters)
+        if any(targets(target, parameter) for target in lora.target_parameters)
         else f"{_FIELD}.targetModules"
     )
     return [
@@ -177,7 +177,7 @@ def check_saved_names(seen: ModelInspection) -> list[Finding]:
 
 
 def check_left_out(seen: ModelInspection) -> list[Finding]:
-    """Reports linear layers that the targets name but that have no adapter."""
+    """Reports linear layers that are named as targets but get no adapter."""
     model, lora = seen.trained.model, seen.lora
     if not isinstance(model, PeftModel):
         return []
@@ -187,8 +187,8 @@ def check_left_out(seen: ModelInspection) -> list[Finding]:
     endings = sorted({name.rpartition(".")[2] for name in unadapted})
     weights = [f"{ending}.weight" for ending in endings]
     taken = (
-        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, and gives {len(unadapted)} "
-        f"linear layers that have them, too, no adapter, first {unadapted[0]}"
+        f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, so {len(unadapted)} linear "
+        f"layers with such names get no adapter, first {unadapted[0]}"
     )
     field = f"{_FIELD}.targetParameters"
     wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))
@@ -199,7 +199,7 @@ def check_left_out(seen: ModelInspection) -> list[Finding]:
                 field=f"{_FIELD}.targetModules",
                 value=ALL_LINEAR,
                 message=taken,
-                fix=f"to adapt them, too, set {field}: [{', '.join(wanted)}] next to {_FIELD}.targetModules: [{ALL_LINEAR}]",
+                fix=f"to adapt these, also set {field}: [{', '.join(wanted)}] besides {_FIELD}.targetModules: [{ALL_LINEAR}]",
             )
         ]
     return [
@@ -237,7 +237,7 @@ def _is_meant(module: str, lora: LoraPlan) -> bool:
 
 
 def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
-    """Reports a rank or scale that differs from the one a program takes from adapter_config.json, whose patterns are sorted."""
+    """Reports a rank or scale in training that differs from that in adapter_config.json, where patterns are sorted."""
     model = seen.trained.model
     if not isinstance(model, PeftModel):
         return []
@@ -255,18 +255,16 @@ def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
             first = next((pattern for pattern in sorted(patterns) if pattern_matches(pattern, [key])), None)
             if first is None or patterns[first] == number:
                 continue
-            return [_other_in_file(f"{_FIELD}.{field}", key, number, first, patterns)]
+            path = f"{_FIELD}.{field}"
+            return [
+                make_finding(
+                    "adapter-pattern-on-experts",
+                    field=path,
+                    value=str(number),
+                    message=f"training gives {key} {number}, but PEFT adds the pattern {first}: {patterns[first]} for the "
+                    "layers that it fuses, and adapter_config.json lists that first: a program that loads the adapter uses it",
+                    fix=f"let no key of {path} match {key}",
+                    changes={path: {name: value for name, value in patterns.items() if not pattern_matches(name, [key])} or None},
+                )
+            ]
     return []
-
-
-def _other_in_file(field: str, key: str, held: int, pattern: str, patterns: Mapping[str, int]) -> Finding:
-    left = {name: value for name, value in patterns.items() if not pattern_matches(name, [key])}
-    return make_finding(
-        "adapter-pattern-on-experts",
-        field=field,
-        value=str(held),
-        message=f"it gives {key} {held}, but PEFT adds the pattern {pattern}: {patterns[pattern]} for what it fuses, which "
-        "is before it in adapter_config.json: anyone who loads the adapter would take that",
-        fix=f"let no key of {field} match {key}",
-        changes={field: left or None},
-    )

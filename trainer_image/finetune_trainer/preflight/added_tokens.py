@@ -1,9 +1,9 @@
-"""Handles the tokens that the job adds: the base model with them is written to the workspace, and the data has to teach them."""
+"""Handles the tokens that the job adds: writes the base with them to the workspace, and checks that the data teaches them."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -13,9 +13,10 @@ from finetune_job.finding import Finding
 from finetune_job.method_settings import TARGETS, known_settings
 from finetune_job.plan.run_plan import TRAINED_ROWS_FIELD, Choice, RunPlan
 from finetune_trainer.added_tokens import FIELD, AddedTokens, BaseOrder, read_added_tokens, remove_made
+from finetune_trainer.context import RunContext
 from finetune_trainer.files import link_root
-from finetune_trainer.preflight.checks import JobInspection, nothing_refused
-from finetune_trainer.preflight.model_process import ModelCheckError, ModuleWork, answer_of
+from finetune_trainer.preflight.inspection import Inspection
+from finetune_trainer.preflight.model_process import ModelCheckError, answer_of, start_module
 from finetune_trainer.preflight.token_rows import found_tokens
 from finetune_trainer.processes.child import Child, parse_answer
 
@@ -23,47 +24,34 @@ log = logging.getLogger(__name__)
 SAVED = "modulesToSave"
 _SAVED_PART = ".modules_to_save."
 _ROWS_PART = ".trainable_tokens_delta."
-"""Parts of the names of trained tensors: PEFT's copy of a whole module, and rows of one."""
+"""Part of the names of trained tensors that hold rows of a module. `_SAVED_PART` is that of PEFT's copy of a whole module."""
 _FINDINGS = TypeAdapter(list[Finding])
 _FIX = f"its log says why; {FIELD} names the tokens"
 
 
-def add_tokens(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `added` and makes the base with these tokens the model of all later checks. Raises as `make_base` does."""
-    context = seen.context
+def add_tokens(context: RunContext) -> tuple[list[Finding], AddedTokens | None]:
+    """Makes the base with the job's added tokens on the workspace. Returns and raises what `make_base` does."""
     plan, workspace = context.plan, context.workspace
-    if not plan.model.added_tokens:
-        return ()
-    order = BaseOrder.of(
-        plan,
-        base=context.source_model.absolute(),
-        root=link_root(context.source_model, context.claims_root / plan.model.location.claim).absolute(),
-        target=workspace.base_with_tokens.absolute(),
-        record=workspace.added_tokens.absolute(),
+    findings, added = make_base(
+        BaseOrder.of(
+            plan,
+            base=context.source_model.absolute(),
+            root=link_root(context.source_model, context.claims_root / plan.model.location.claim).absolute(),
+            target=workspace.base_with_tokens.absolute(),
+            record=workspace.added_tokens.absolute(),
+        )
     )
-    found, seen.added = make_base(order)
-    if seen.added is not None:
-        seen.until_done.callback(_remove_if_refused, seen, order)
-        seen.context = context.with_trained_rows()
-        for content, number in seen.added.id_of.items():
-            log.info("%s: %r is token %d", FIELD, content, number)
-    return found
-
-
-def _remove_if_refused(seen: JobInspection, order: BaseOrder) -> None:
-    if not nothing_refused(seen):
-        try:
-            remove_made(order.record, order.target)
-        except OSError:  # why the job is refused is more important
-            log.exception("%s could not be removed", order.target)
+    for content, number in ({} if added is None else added.id_of).items():
+        log.info("%s: %r is token %d", FIELD, content, number)
+    return findings, added
 
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
-    """Returns the findings and, if the base could be made, its added tokens. Raises ModelCheckError, OSError."""
+    """Makes the base. Returns the findings and, if the base could be made, its added tokens. Raises ModelCheckError, OSError."""
     try:
         answered = answer_of(_start(order), "adds tokens to the base model", _FIX)
     except ModelCheckError:
-        remove_made(order.record, order.target)  # of a process that was killed as much as it had written
+        remove_made(order.record, order.target)  # also removes what a killed process had written
         raise
     try:
         found = parse_answer(answered, _FINDINGS)
@@ -73,39 +61,56 @@ def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
 
 
 def _start(order: BaseOrder) -> Child:
-    return ModuleWork("finetune_trainer.model.base_with_tokens", (), order.model_dump_json().encode()).start()
+    return start_module("finetune_trainer.model.base_with_tokens", order.model_dump_json())
 
 
-def chosen_rows(seen: JobInspection) -> Iterable[Choice]:
-    """Chooses which rows are trained if the plan leaves that open."""
+def chosen_rows(seen: Inspection) -> Iterable[Choice]:
+    """Yields the choice of trained rows if the plan leaves it open."""
     lora = seen.plan.method.lora
     if lora is not None and seen.plan.leaves_open(TRAINED_ROWS_FIELD):
         yield Choice(field=TRAINED_ROWS_FIELD, value=list(lora.trainable_token_indices), reason=f"the rows of {FIELD}")
 
 
-def check_rows(seen: JobInspection) -> Iterable[Finding]:
-    """Whether the rows of added tokens are trained, of embedding and output head, and published as they are then."""
-    added, plan = seen.known_added, seen.plan
-    trained = [f".{name}." for name in seen.known_structure.trainable]
+def check_rows(seen: Inspection) -> Iterable[Finding]:
+    """Checks that the rows of added tokens in embedding and output head are trained, and are published as they were trained."""
+    added, plan = seen.added, seen.plan
+    if added is None or seen.structure is None:
+        return ()
+    trained = [f".{name}." for name in seen.structure.trainable]
     of_module = {module: [name for name in trained if f".{module}." in name] for module in (added.embedding, added.head)}
-    missing = [module for module, names in of_module.items() if not _hold_rows(names, _holding_parts(plan, module, added.ids))]
+    missing = [
+        module
+        for module, names in of_module.items()
+        if not any(part in name for name in names for part in _holding_parts(plan, module, added.ids))
+    ]
     is_one_saved = any(_SAVED_PART in name for names in of_module.values() for name in names)
     if added.separate_head is None and added.embedding not in missing and not is_one_saved:
-        missing = []  # the head shares what is trained
+        missing = []  # the head shares the trained rows
     adapted = [module for module in missing if any(_ROWS_PART not in name for name in of_module[module])]
     if not missing:
-        return _padding(seen)
+        row = seen.structure.padding_row
+        return [
+            make_finding(
+                "added-tokens-untrained",
+                field=FIELD,
+                value=content,
+                message=f"{content!r} is token {row}, pad_token_id in config.json, whose row torch leaves out as padding",
+                fix="set pad_token_id in config.json of the base to a token that its tokenizer has",
+            )
+            for content, number in added.id_of.items()
+            if number == row
+        ]
     names = " and ".join(adapted or missing)
     if adapted:
         message = (
-            f"the adapter of {names} would hold how rows change, and not what the rows of added tokens begin as, which are not "
-            "those of the base as it is published"
+            f"the adapter of {names} would hold only changes of rows, and the initial rows of added tokens are not in the base "
+            "as it is published"
         )
         fix = f"remove {names} from targetModules: the rows of added tokens are then trained by themselves"
     else:
-        message = f"the method trains no row of {names}, so the added tokens would stay what they begin as"
+        message = f"the method trains no row of {names}, so the added tokens would keep their initial values"
         fix = (
-            "set spec.method.type to a kind of LoRA, which trains these rows, or to Full; or name "
+            "set spec.method.type to LoRA or a variant of it, which trains these rows, or to Full; or name "
             f"{names} in {SAVED}, as embedding and head that share their values both have to be"
         )
     changes = _not_adapted(plan, adapted) if adapted else _saved_whole(plan, missing)
@@ -113,37 +118,18 @@ def check_rows(seen: JobInspection) -> Iterable[Finding]:
     return (make_finding("added-tokens-untrained", field=FIELD, value=value, message=message, fix=fix, changes=changes),)
 
 
-def _padding(seen: JobInspection) -> Iterator[Finding]:
-    """Warns if an added token got a spare row that the base's configuration names as its padding."""
-    row = seen.known_structure.padding_row
-    for content, number in seen.known_added.id_of.items():
-        if number == row:
-            yield make_finding(
-                "added-tokens-untrained",
-                field=FIELD,
-                value=content,
-                message=f"{content!r} is token {row}, pad_token_id in config.json, whose row torch leaves out as padding",
-                fix="set pad_token_id in config.json of the base to a token that its tokenizer has",
-            )
-
-
-def _hold_rows(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether trained tensors of a module are its rows themselves. names: the tensors' names. parts: parts of such names."""
-    return any(part in name for name in names for part in parts)
-
-
 def _holding_parts(plan: RunPlan, module: str, ids: Sequence[int]) -> tuple[str, ...]:
-    """Returns the parts in the names of a module's trained tensors that hold the rows of these tokens."""
+    """Returns the parts of names that show that a module's trained tensor holds the rows of these tokens."""
     if not plan.method.trains_adapter:
         return ("",)
     lora = plan.method.lora
-    # The rows that the job has named may be all that is trained.
+    # The job may train only the rows that it names; they suffice if all added tokens are among them.
     rows = ids if lora is None else lora.separate_token_rows.get(module, lora.trainable_token_indices)
     return (_SAVED_PART, _ROWS_PART) if {*ids} <= {*rows} else (_SAVED_PART,)
 
 
 def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
-    """Returns None for a method without such a setting."""
+    """Returns the changes that train the modules whole; None if the method has no such setting."""
     if plan.method.lora is not None:
         return {f"spec.method.lora.{SAVED}": [*plan.method.lora.modules_to_save, *modules]}
     if plan.method.adapter is None or SAVED not in known_settings(plan.method.type):
@@ -152,7 +138,7 @@ def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
 
 
 def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
-    """Returns None if the modules are not named by the ends of their paths."""
+    """Returns the changes that remove the modules from the targets; None if they are not named by the ends of their paths."""
     method = plan.method
     named = method.lora.target_modules if method.lora is not None else method.adapter and method.adapter.settings.get(TARGETS)
     left = [name for name in named or () if name.rpartition(".")[2] not in modules]
@@ -161,10 +147,13 @@ def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
     return {f"spec.method.{'lora' if method.lora is not None else 'settings'}.{TARGETS}": left or None}
 
 
-def check_use(seen: JobInspection) -> Iterable[Finding]:
-    """Checks that the records hold the added tokens."""
-    added = seen.known_added
-    prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
+def check_use(seen: Inspection) -> Iterable[Finding]:
+    """Checks that the training records contain every added token."""
+    added = seen.added
+    # Asking for the data writes what is left of it, which only jobs with added tokens need here.
+    prepared = None if added is None else seen.training_data()
+    if added is None or prepared is None:
+        return ()
     unread = sorted(set(added.ids) - found_tokens(prepared, added.ids))
     if not unread:
         return ()

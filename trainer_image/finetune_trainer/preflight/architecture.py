@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing
@@ -16,11 +14,12 @@ from finetune_job.finding import Finding
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.compilation import missing_compiler
 from finetune_trainer.model.wrap_plan import layer_classes
+from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
 
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers, as configurations name them, that keep no state; small_model.py measures whether their masks leak."""
+"""Kinds of layers, as configurations name them, that keep no state. small_model.py measures whether their masks leak."""
 
 
 def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
@@ -32,26 +31,22 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
         layer_classes(seen.base, fsdp.transformer_layer_cls_to_wrap)
     except ConfigError as error:
         given = fsdp.transformer_layer_cls_to_wrap
-        field = "spec.parallelism.fsdp.transformerLayerClsToWrap"
-        changes = _other_classes(field, given, seen.base)
-        yield finding_of_error(
-            "wrap-class-unknown", field, "unset" if given is None else ", ".join(given), error, changes=changes
-        )
-
-
-def _other_classes(field: str, given: Collection[str] | None, base: nn.Module) -> dict[str, str | list[str] | None]:
-    """Returns the model's own classes that were probably meant; if no name is similar, those that the model itself declares."""
-    if given is None:
-        return {"spec.parallelism.fsdp.autoWrapPolicy": AutoWrapPolicy.NO_WRAP.value}
-    present = sorted({type(module).__name__ for module in base.modules()})
-    near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in given]
-    classes = list(dict.fromkeys(found[0] for found in near if found))
-    return {field: classes if near and all(near) else None}
+        field, value = CLASSES_FIELD, "unset"
+        changes: dict[str, str | list[str] | None] = {POLICY_FIELD: AutoWrapPolicy.NO_WRAP.value}
+        if given is not None:
+            value = ", ".join(given)
+            present = sorted({type(module).__name__ for module in seen.base.modules()})
+            near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in given]
+            # If a name resembles no class of the model, the classes that the model itself declares are used.
+            changes = {field: list(dict.fromkeys(names[0] for names in near)) if near and all(near) else None}
+        yield finding_of_error("wrap-class-unknown", field, value, error, changes=changes)
 
 
 def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
-    """Training runs in this image as well, so a compiler missing here is missing there."""
+    """Reports a missing compiler. It would also be missing in training, which runs in the same image."""
     plan = seen.plan
+    if seen.loaded is None:
+        return
     has_gpu = torch.cuda.is_available() if plan.placement is None else plan.placement.gpu_resource_name is not None
     device_type = "cuda" if has_gpu else "cpu"
     missing = missing_compiler(device_type) if plan.training.compile else ()
@@ -67,7 +62,7 @@ def check_compiler(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
-    """Reports architectures of transformers without activation checkpointing."""
+    """Reports an architecture for which transformers has no activation checkpointing."""
     kind = seen.plan.training.activation_checkpointing
     if kind is ActivationCheckpointing.NONE or seen.base.supports_gradient_checkpointing:
         return
@@ -83,8 +78,11 @@ def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
-    """Refuses packing for models that pass a state from token to token: no attention mask can separate documents in them."""
-    if seen.plan.data.packing and _hands_state_on(seen.base):
+    """Refuses packing for models that pass a state from token to token, in which no attention mask can separate documents."""
+    # transformers marks a class as stateful even if all layers of this model are attention layers (Granite 4 without Mamba).
+    kinds = seen.base.config.to_dict().get("layer_types") or ()
+    has_state = getattr(seen.base, "_is_stateful", False) and not (kinds and STATELESS.issuperset(kinds))
+    if seen.plan.data.packing and has_state:
         yield make_finding(
             "packing-with-recurrent-layers",
             field="spec.data.packing",
@@ -94,11 +92,3 @@ def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
             fix="set spec.data.packing: false",
             changes={"spec.data.packing": False},
         )
-
-
-def _hands_state_on(base: PreTrainedModel) -> bool:
-    """Whether transformers marks the class as stateful, unless every layer of this model is attention (Granite 4 without
-    Mamba).
-    """
-    kinds = base.config.to_dict().get("layer_types") or ()
-    return bool(getattr(base, "_is_stateful", False)) and not (kinds and STATELESS.issuperset(kinds))

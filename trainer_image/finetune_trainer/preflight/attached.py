@@ -1,7 +1,6 @@
-"""Checks what PEFT attached silently: adapters that fail in the first forward pass, train nothing, or reach less than intended.
+"""Checks what PEFT attaches without an error: adapters that fail in the first pass, train nothing, or cover less than intended.
 
-In: the model with its adapters, without values. Out: findings, for model_checks.py. experts.py has the checks of mixtures of
-experts.
+Takes the model with its adapters as meta tensors; returns findings to model_checks.py. experts.py checks mixtures of experts.
 """
 
 from __future__ import annotations
@@ -23,22 +22,19 @@ from finetune_job.method_settings import PATTERNS, TARGETS
 from finetune_job.methods import INSIDE_PEFT, METHODS
 from finetune_job.module_names import ADAPTER
 from finetune_job.plan.method_plan import MethodPlan
+from finetune_trainer.model.load import stated_config, ties_head
 from finetune_trainer.preflight.adapted_modules import adapted_modules, adapter_settings, is_packed, name_in_base
 from finetune_trainer.preflight.experts import adapted_routers, experts_not_packed, experts_without_adapter
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.name_matching import pattern_matches, targets
 
 _MOST_DIVISORS = 16
-"""The most divisors that a fix lists."""
+"""Largest number of divisors that a fix lists."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
     """Returns the findings about the model with its adapters; none for full fine-tuning."""
-    return attached_findings(seen.trained.model, seen.plan.method)
-
-
-def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
-    """Returns the findings about any model and method."""
+    model, method = seen.trained.model, seen.plan.method
     if not isinstance(model, PeftModel):
         return []
     field = f"spec.{METHODS[method.type].family.value}"
@@ -60,22 +56,22 @@ def attached_findings(model: nn.Module, method: MethodPlan) -> list[Finding]:
 
 
 def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
-    """Reports sizes that divide to nothing, such as a block of one channel, which cannot be turned."""
+    """Reports settings with which all trained tensors are empty, such as blocks of one channel, which cannot be rotated."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if trained and not any(parameter.numel() for parameter in trained.values()):
-        reason = f"all {len(trained)} trained tensors have no values, first {next(iter(trained))}: nothing would be learnt"
+        reason = f"all {len(trained)} trained tensors are empty, first {next(iter(trained))}: the job would learn nothing"
         yield make_finding(
             "adapter-without-values", field=field, value="0 values", message=reason, fix="choose larger ranks or blocks"
         )
 
 
 def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
-    """PEFT also looks for modulesToSave among the modules of the adapters, by the end of the name."""
+    """Reports names in modulesToSave that also match a module inside an adapter: PEFT compares only the ends of names."""
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
             inside = [part for part, module in layer.named_modules() if part and isinstance(module, ModulesToSaveWrapper)]
             for part in inside[:1]:
-                reason = f"modulesToSave also names {part} inside {name}, so that it is trained whole beside its adapter"
+                reason = f"modulesToSave also names {part} inside {name}, so it is trained whole in addition to its adapter"
                 fix = "write the end of the full module name, as in model.norm instead of norm"
                 yield make_finding(
                     "saved-module-inside-adapter", field=f"{field}.modulesToSave", value=part, message=reason, fix=fix
@@ -84,7 +80,7 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
-    """PEFT copies a packed layer as it is and marks the bytes as trained; no gradient ever reaches them."""
+    """Reports packed layers to train whole: PEFT copies the bytes and marks them as trained, but no gradient reaches them."""
     packed = [
         name
         for name, layer in model.named_modules()
@@ -92,13 +88,13 @@ def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
     ]
     if packed:
         shown = packed[0].removeprefix(INSIDE_PEFT)
-        reason = f"{shown} is packed to 4 bits, and so would be the copy that is to be trained: it would get no gradient"
+        reason = f"{shown} is packed to 4 bits, and so is the copy that would be trained: no gradient reaches it"
         fix = f"name {shown.rpartition('.')[2]} in targetModules instead, or set method.type: LoRA"
         yield make_finding("saved-module-packed", field=f"{field}.modulesToSave", value=shown, message=reason, fix=fix)
 
 
 def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    # LoRA trains rows in addition to its adapters; TrainableTokens trains nothing else.
+    # LoRA also trains its adapters, so rows can be left out. TrainableTokens trains nothing else, so no change is proposed.
     changes = None if method.lora is None else {f"{field}.trainableTokenIndices": None}
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.get_base_layer(), ModulesToSaveWrapper):
@@ -123,7 +119,7 @@ def _rows_of_a_saved_module(model: PeftModel, method: MethodPlan, field: str) ->
 
 
 def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
-    """Reports a name such as `norm`, which is also the end of `input_layernorm`."""
+    """Reports a name of modulesToSave that also matches other modules, as `norm` matches the end of `input_layernorm`."""
     for name in getattr(model.peft_config[ADAPTER], "modules_to_save", None) or ():
         saved = [
             path for path, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper) and path.endswith(name)
@@ -132,13 +128,13 @@ def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
         others = [path for path in saved if path not in meant]
         if others and (meant or len(others) > 1):
             last = sorted({path.rsplit(".", 1)[-1] for path in others})
-            reason = f"{name!r} is the end of {', '.join(last)}, too: PEFT trains and saves {len(saved)} modules"
+            reason = f"{name!r} is also the end of {', '.join(last)}: PEFT trains and saves {len(saved)} modules"
             fix = f"write a longer end, as in model.{name}" if meant else "write the whole last part of the name"
             yield make_finding("saved-module-by-its-end", field=f"{field}.modulesToSave", value=name, message=reason, fix=fix)
 
 
 def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Checks IA3 only. PEFT compares the lists when it loads the adapter, but not earlier if it chose the targets itself."""
+    """Checks IA3 only. If PEFT chooses the targets itself, it compares the lists only when it loads the adapter."""
     if method.type is not MethodType.IA3 or method.adapter is None:
         return
     written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config[ADAPTER].target_modules
@@ -155,7 +151,7 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
 
 
 def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Checks OFT only: PEFT replaces a number that does not divide a layer's width, where its other methods refuse the number."""
+    """Checks OFT only: PEFT replaces a number that does not divide a layer's width, which its other methods refuse."""
     if method.type is not MethodType.OFT or method.adapter is None:
         return
     config = model.peft_config[ADAPTER]
@@ -166,10 +162,11 @@ def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) ->
     if not others:
         return
     common = math.gcd(*(layer.in_features for layer in layers.values()))
-    # A block of one channel cannot be turned.
+    # A block of one channel cannot be rotated, so only sizes above 1 are proposed.
     fitting = [
         number for number in range(1, common + 1) if common % number == 0 and (number if config.r == 0 else common // number) > 1
     ]
+    listed = ", ".join(map(str, fitting[:_MOST_DIVISORS])) + (", ..." if len(fitting) > _MOST_DIVISORS else "")
     nearest = min(fitting, key=lambda number: abs(number - asked), default=None)
     shown = others[0].removeprefix(INSIDE_PEFT)
     yield make_finding(
@@ -177,22 +174,16 @@ def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) ->
         field=f"{field}.{setting}",
         value=f"{asked}" + ("" if setting in method.adapter.settings else " (the default)"),
         message=f"{asked} does not divide the {layers[others[0]].in_features} channels of {shown}, and PEFT takes "
-        f"{taken[others[0]]} in its place ({len(others)} of {len(layers)} adapted layers get another number than this)",
-        fix=f"write {_one_of(fitting)}, which divide the channels of all of them"
+        f"{taken[others[0]]} instead, as for {len(others)} of {len(layers)} adapted layers",
+        fix=f"write a number that divides the channels of all adapted layers: one of {listed}"
         if fitting
-        else f"name only layers in {TARGETS} whose channels it divides: no number divides those of all of them",
+        else f"name only layers in {TARGETS} whose channels it divides: no number divides those of all adapted layers",
         changes=None if nearest is None else {f"{field}.{setting}": nearest},
     )
 
 
-def _one_of(numbers: list[int]) -> str:
-    """Lists the numbers in words, without the largest if there are many."""
-    shown = ", ".join(str(number) for number in numbers[:_MOST_DIVISORS])
-    return f"one of {shown}" + (", ..." if len(numbers) > _MOST_DIVISORS else "")
-
-
 def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Checks TrainableTokens only, which takes rows of any module it names; module_names.py checks the rows that LoRA trains."""
+    """Checks TrainableTokens only, which accepts rows of any module. module_names.py checks the rows that LoRA trains."""
     if method.type is not MethodType.TRAINABLE_TOKENS:
         return
     for name, layer in model.named_modules():
@@ -209,21 +200,21 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
                     value=str(beyond[0]),
                     message=reason,
                     fix=fix,
-                    # If no id is left, only the author knows which rows were meant.
+                    # If no id is left, only the user knows which rows were meant.
                     changes={f"{field}.tokenIndices": written} if written else None,
                 )
                 return
 
 
 def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """PEFT gives a tied head the rows of its embedding, and wraps the head again if it is named as well."""
+    """Reports a tied head among the targets: PEFT gives it the rows of its embedding anyway, and would wrap it twice."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
             shown = name.removeprefix(INSIDE_PEFT)
-            reason = f"{shown} shares the embedding's weight; named as well, it is wrapped twice, and its first pass fails"
+            reason = f"{shown} shares the embedding's weight; if it is also named, it is wrapped twice, and its first pass fails"
             fix = f"remove {shown.rpartition('.')[2]} from targetModules: its rows follow those of the embedding"
             named = adapter_settings(method).get(TARGETS)
-            left = [each for each in named if not targets(each, shown)] if isinstance(named, list) else []
+            left = [target for target in named if not targets(target, shown)] if isinstance(named, list) else []
             yield make_finding(
                 "trainable-tokens-overlap",
                 field=f"{field}.targetModules",
@@ -236,9 +227,7 @@ def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Fi
 
 
 def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """PEFT computes a layer with trained rows from its weight alone, without the bias; this includes a tied head that is not
-    named.
-    """
+    """Reports layers (including tied heads) with trained rows and a bias: PEFT computes these without the bias."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and getattr(layer.get_base_layer(), "bias", None) is not None:
             shown = name_in_base(name).removesuffix(".token_adapter")
@@ -260,7 +249,7 @@ def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iter
 
 
 def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Reports keys that match only modules without an adapter. The checks of names report keys that match no module."""
+    """Reports keys of patterns that match only modules without an adapter. The checks of names report keys that match nothing."""
     settings = adapter_settings(method)
     if method.lora is not None:
         settings = {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern}
@@ -276,41 +265,60 @@ def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Ite
                 field=f"{field}.{setting}",
                 value=others[0],
                 message=f"{others[0]!r} matches no module that is adapted, so it would change nothing",
-                fix=f"remove it, or adapt such modules, too; adapted are {', '.join(endings[:24])}",
+                fix=f"remove it, or also adapt such modules; the adapted ones are {', '.join(endings[:24])}",
                 changes={f"{field}.{setting}": {key: patterns[key] for key in patterns if key not in others} or None},
             )
 
 
+def check_rows_of_two_heads(seen: ModelInspection) -> list[Finding]:
+    """Refuses trained rows if the base's config.json ties the output head to the embeddings, but its files hold another head.
+
+    transformers and the trainer (model/load.py) load the head from the files. A program that loads an adapter reads only
+    config.json.
+    """
+    if not any(isinstance(module, TrainableTokensLayer) for module in seen.trained.model.modules()):
+        return []
+    if ties_head(seen.base.config) or not ties_head(stated_config(seen.plan, seen.directory)):
+        return []
+    method = seen.plan.method
+    setting = "trainableTokenIndices" if method.lora is not None else "tokenIndices"
+    return [
+        make_finding(
+            "token-rows-with-two-heads",
+            field=f"spec.{METHODS[method.type].family.value}.{setting}",
+            value="tie_word_embeddings: true",
+            message="config.json says that the output head shares the values of the embeddings, and the files hold others: "
+            "transformers loads these, and PEFT takes the trained rows for rows of the head as well when it loads the adapter",
+            fix=f"set tie_word_embeddings: false in config.json of the base, or remove {setting}",
+        )
+    ]
+
+
 def check_coverage(seen: ModelInspection) -> list[Finding]:
-    """Reports experts that get no adapter, and ranks above what a module can use."""
+    """Reports experts that get no adapter, and ranks that are higher than a module can use."""
     findings = [experts_without_adapter(seen.trained.model, seen.lora), _rank_beyond_width(seen.trained.model)]
     return [finding for finding in findings if finding is not None]
 
 
 def _rank_beyond_width(model: nn.Module) -> Finding | None:
-    """A product of two matrices has at most the rank of the layer's smaller side."""
-    wide = {
-        name.rpartition(".lora_A.")[0]: (parameter.shape[0], min(layer.in_features, layer.out_features))
-        for name, parameter in model.named_parameters()
-        if ".lora_A." in name
-        and isinstance(layer := _base_of(model, name.rpartition(".lora_A.")[0]), nn.Linear)
-        and parameter.ndim == len(("rank", "inputs"))
-        and parameter.shape[0] > min(layer.in_features, layer.out_features)
-    }
+    """Reports a rank above a layer's smaller side, which no change of the layer's weight can have."""
+    wide: dict[str, tuple[int, int]] = {}
+    for name, parameter in model.named_parameters():
+        module, part, _ = name.rpartition(".lora_A.")
+        layer = model.get_submodule(module) if part else None
+        base = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None
+        if isinstance(base, nn.Linear) and parameter.ndim == len(("rank", "inputs")):
+            rank, width = parameter.shape[0], min(base.in_features, base.out_features)
+            if rank > width:
+                wide[module] = (rank, width)
     if not wide:
         return None
     first, (rank, width) = next(iter(wide.items()))
-    ending = first.rpartition(".")[2]
     return make_finding(
         "rank-beyond-width",
         field="spec.method.lora.r",
         value=str(rank),
         message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(INSIDE_PEFT)} "
         f"with {width} channels: what exceeds them costs memory and adds nothing",
-        fix=f"set spec.method.lora.rankPattern: {{{ending}: {width}}}, or a lower rank for all",
+        fix=f"set spec.method.lora.rankPattern: {{{first.rpartition('.')[2]}: {width}}}, or a lower rank for all",
     )
-
-
-def _base_of(model: nn.Module, name: str) -> nn.Module | None:
-    layer = model.get_submodule(name)
-    return layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else None

@@ -1,7 +1,7 @@
-"""Checks whether a model's attention can be computed from document bounds, without a mask (model/variable_length.py).
+"""Checks whether a model's attention can be computed from document bounds instead of a mask (model/variable_length.py).
 
-The configuration rules some models out; the rest is measured on a small model of the same architecture, because no list of
-architectures can say what a model's code requires of its attention.
+Some models are ruled out by their configuration. For the others, a small model of the same architecture is measured, because no
+list of architectures can say what a model's code requires of its attention.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from finetune_job.api.inputs import Attention
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import ATTENTION_FIELD
-from finetune_memory.attention import NOT_FUSED, UNKNOWN, varlen_problem
+from finetune_memory.choices import NOT_FUSED, UNKNOWN, varlen_problem
 from finetune_memory.model_shape import UnknownModelError, facts_of
 from finetune_trainer.model import packed_documents, variable_length
 from finetune_trainer.model.load import stored_dtype
@@ -24,13 +24,10 @@ from finetune_trainer.preflight.small_model import FIRST, LEAK_TOLERANCE, SECOND
 from finetune_trainer.weights.rounding import dtype_name
 
 
-def may_use_varlen(seen: ModelInspection) -> bool:
-    """Whether the plan asks for varlen attention or leaves the choice to preflight."""
-    return seen.plan.model.attention is Attention.VARLEN or seen.plan.leaves_attention_open
-
-
 def check_variable_length(seen: ModelInspection) -> Iterator[Finding]:
-    """Fills in `attention_problem`; returns a finding if the user asked for an attention that is not possible."""
+    """Fills in `attention_problem`. Yields a finding if the user asked for this attention and it is not possible."""
+    if seen.plan.model.attention is not Attention.VARLEN and not seen.plan.leaves_attention_open:
+        return
     seen.attention_problem = _problem(seen)
     if seen.attention_problem and not seen.plan.leaves_attention_open:
         yield make_finding(
@@ -38,7 +35,7 @@ def check_variable_length(seen: ModelInspection) -> Iterator[Finding]:
             field=ATTENTION_FIELD,
             value=Attention.VARLEN.value,
             message=f"attention cannot be computed by the bounds of documents: {seen.attention_problem}",
-            fix=f"remove {ATTENTION_FIELD}, so that one is chosen that the model has",
+            fix=f"remove {ATTENTION_FIELD} so that one is chosen that the model has",
             changes={ATTENTION_FIELD: None},
         )
 
@@ -59,10 +56,9 @@ def _problem(seen: ModelInspection) -> str:
 
 
 def measured_problem(model: PreTrainedModel) -> str:
-    """Returns why the architecture's code cannot; empty if packed documents have the same logits as with a mask.
+    """Returns why the architecture's code cannot do this; empty if packed documents have the same logits as with a mask.
 
-    Changes the weights.
-    `model`: a small one of the architecture, in float32.
+    Changes the weights. model: a small model of the architecture, in float32.
     """
     spread(model)
     packed_documents.install_document_masks(model)

@@ -1,13 +1,11 @@
-"""Checks that the model uses the modules that are adapted, trained, packed or made units in the way that this requires.
+"""Checks that the model uses modules as is necessary if they are adapted, trained, packed or FSDP units.
 
-inspection/module_use.py observes what the model does with each module. model_checks.py calls this with the model as it is
-trained.
+inspection/module_use.py observes what the model does with each module. model_checks.py calls this with the trained model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from peft import PeftModel
@@ -32,56 +30,78 @@ from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.adapted_modules import is_packed
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.preflight.name_matching import targets
 
 _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER})
 _SHOWN, _LISTED = 4, 8
 _MOST_NAMES = 256
-"""The most names in a list of the manifest (finetune_job.api.method)."""
+"""Largest number of names in a list of the manifest (finetune_job.api.method)."""
 _OBSERVED = "(observed on a small model of this architecture)"
+_NO_TENSOR = "they do not return a single tensor to which PEFT could add a change"
 _LINEAR = (nn.Linear, Conv1D)
 Used = Mapping[str, ModuleUse]
-"""The uses of modules by their name in the base model, of those that were observed."""
+"""Name in the base model -> observed use of the module."""
 
 
 def check_used(seen: ModelInspection) -> list[Finding]:
-    """Returns a finding for each kind of mistake about what is trained and what is packed."""
+    """Returns a finding for each kind of mistake in what is trained or packed."""
     model, method, uses = seen.trained.model, seen.plan.method, seen.uses
     adapted, saved, plain = _trained(model, uses)
+    linear = _linear(model, uses)
+    place = _place(method)
     bypassed = [name for name, use in adapted.items() if use.is_bypassed]
     idle = [name for name, use in adapted.items() if not use.is_bypassed and _is_idle(use)]
-    linear = _linear(model, uses)
     several = [name for name, use in adapted.items() if name in linear and _adds_nowhere(use)]
-    wrong = [*bypassed, *idle, *several]
-    fix = _fix(method, wrong, adapted, _working(model, uses)) if wrong else _Fix("")
     findings = []
-    if bypassed:
-        message = f"{_shown(bypassed)}: {_why_bypassed(adapted[bypassed[0]])}"
-        ends = endings(bypassed, adapted)
-        findings.append(_of_modules("adapter-bypassed", f"{_place(method)}.targetModules", ends, message, fix))
-    if idle:
-        message = f"{_shown(idle)}: {_why_idle(adapted[idle[0]])}, so adapters there would learn nothing"
-        ends = endings(idle, adapted)
-        findings.append(_of_modules("trained-without-gradient", f"{_place(method)}.targetModules", ends, message, fix))
-    if several:
-        message = f"{_shown(several)}: what they give is not a single tensor, to which PEFT could add an adapter's {_OBSERVED}"
-        ends = endings(several, adapted)
-        findings.append(_of_modules("target-gives-no-tensor", f"{_place(method)}.targetModules", ends, message, fix))
+    if wrong := [*bypassed, *idle, *several]:
+        fix, changes = _other_targets(method, wrong, adapted, _working(model, uses))
+        for rule, names, reason in (
+            ("adapter-bypassed", bypassed, _why_bypassed),
+            ("trained-without-gradient", idle, lambda use: f"{_why_idle(use)}, so adapters there would learn nothing"),
+            ("target-gives-no-tensor", several, lambda _: f"{_NO_TENSOR} {_OBSERVED}"),
+        ):
+            if names:
+                message, value = f"{_shown(names)}: {reason(adapted[names[0]])}", _listed(endings(names, adapted))
+                field = f"{place}.targetModules"
+                findings.append(make_finding(rule, field=field, value=value, message=message, fix=fix, changes=changes))
     if still := [name for name, use in saved.items() if not use.is_bypassed and _is_idle(use)]:
-        message = f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change"
-        field, ends = f"{_place(method)}.modulesToSave", endings(still, saved)
-        fix = _Fix(f"remove {_listed(ends)} from the list", _without_saved(method, field, still, saved))
-        findings.append(_of_modules("trained-without-gradient", field, ends, message, fix))
+        field, value = f"{place}.modulesToSave", _listed(endings(still, saved))
+        findings.append(
+            make_finding(
+                "trained-without-gradient",
+                field=field,
+                value=value,
+                message=f"{_shown(still)}: {_why_idle(saved[still[0]])}, so the copy that is trained would never change",
+                fix=f"remove {value} from the list",
+                changes=_without_saved(method, field, still, saved),
+            )
+        )
     if without := [name for name, use in plain.items() if not use.gets_gradient]:
-        findings.append(_about_whole(method, without, plain))
+        is_whole, field = method.type is MethodType.FULL, f"{place}.bias"
+        findings.append(
+            make_finding(
+                "trained-without-gradient",
+                field="spec.method.type" if is_whole else field,
+                value=method.type.value if is_whole else _listed(endings(without, plain)),
+                message=f"parameters of {_shown(without)} are trained, and no pass over text gives them a gradient: they would "
+                "never change",
+                fix="use method.type: LoRA with targetModules that text uses, or a checkpoint of the language model alone"
+                if is_whole
+                else f"set {field}: none",
+                changes=None if is_whole else {field: "none"},
+            )
+        )
     if method.quantization is not None:
         findings += _packed(seen.plan, model, uses)
     return findings
 
 
 def check_units_used(seen: ModelInspection) -> list[Finding]:
-    """FSDP gathers the weights of a unit while its module is called; code that reads them at another time reads a shard."""
+    """Reports FSDP units whose weights are read while they are not called: FSDP gathers weights only during a call."""
     plan = seen.plan
+    if not seen.is_sharded:
+        return []
     wrong = {name: use for name in seen.trained.units if (use := seen.uses.of(base_name(name))) is not None and use.readers}
     if not wrong:
         return []
@@ -93,7 +113,7 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
     if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP or fsdp.transformer_layer_cls_to_wrap:
         changes = {POLICY_FIELD: None, CLASSES_FIELD: None}
     if fsdp.peft_wrap_policy and not plan.method.trains_adapter:
-        # Each weight of the base is then a unit, whatever the other policy is.
+        # With peftWrapPolicy, each weight of the base is a unit, whatever the other policy is, so this setting is changed.
         field, fix, changes = _PEFT_FIELD, f"set {_PEFT_FIELD}: false", {_PEFT_FIELD: False}
     return [
         make_finding(
@@ -109,32 +129,32 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
 
 
 def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Returns the ends of names of the linear layers on which no adapter works."""
+    """Returns the ends of the names of linear layers on which no adapter works."""
     linear = _linear(model, uses)
     return endings([name for name, use in linear.items() if _is_unfit(use)], linear)
 
 
 def base_name(name: str) -> str:
-    """Returns a module's name without what PEFT puts around it."""
+    """Returns a module's name without the parts that PEFT adds."""
     parts = name.removeprefix(INSIDE_PEFT).split(".") if name.startswith(INSIDE_PEFT) else name.split(".")
     return ".".join(part for part in parts if part not in _PARTS_OF_PEFT)
 
 
 def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
-    """Returns the shortest ends of names that match these modules and no others of `among`, as PEFT matches them."""
+    """Returns the shortest ends of names that match, by PEFT's rules, the wanted modules and no others of `among`."""
     found: list[str] = []
     meant = set(wanted)
     for name in wanted:
-        if any(_matches(end, name) for end in found):
+        if any(targets(end, name) for end in found):
             continue
         parts = name.split(".")
         candidates = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        found.append(next((end for end in candidates if all(each in meant for each in among if _matches(end, each))), name))
+        found.append(next((end for end in candidates if all(other in meant for other in among if targets(end, other))), name))
     return found
 
 
 def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
-    """Returns the modules with an adapter, those with a trained copy, and those with trained parameters of their own."""
+    """Returns the modules with an adapter, the modules with a trained copy, and the modules whose own parameters are trained."""
     adapted: dict[str, ModuleUse] = {}
     saved: dict[str, ModuleUse] = {}
     plain: dict[str, ModuleUse] = {}
@@ -148,17 +168,17 @@ def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
             continue
         if isinstance(module, ModulesToSaveWrapper):
             saved[base_name(name)] = use
-        elif isinstance(module, BaseTunerLayer) and not any(name.startswith(each) for each in inside[:-1]):
+        elif isinstance(module, BaseTunerLayer) and not any(name.startswith(prefix) for prefix in inside[:-1]):
             adapted[base_name(name)] = use
         elif any(parameter.requires_grad for parameter in module.parameters(recurse=False)) and not (
-            is_peft or any(name.startswith(each) and ".base_layer" not in name for each in inside)
+            is_peft or any(name.startswith(prefix) and ".base_layer" not in name for prefix in inside)
         ):
             plain[base_name(name)] = use
     return adapted, saved, plain
 
 
 def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
-    """Returns the model's own linear layers, with or without adapters."""
+    """Returns name -> use of the model's own linear layers, with or without adapters."""
     found: dict[str, ModuleUse] = {}
     for name, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -168,9 +188,9 @@ def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
 
 
 def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Returns the ends of names of linear layers that PEFT accepts and on which adapters work.
+    """Returns the ends of the names of linear layers that PEFT accepts and on which adapters work.
 
-    The output layer is left out, as all-linear leaves it out.
+    The output layer is left out, as it is by all-linear.
     """
     linear = _linear(model, uses)
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
@@ -184,7 +204,7 @@ def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
 
 
 def _is_accepted(tuner: BaseTuner, model: PeftModel, name: str) -> bool:
-    """Whether PEFT accepts the name; it refuses some in some architectures."""
+    """Whether PEFT accepts the module as a target. In some architectures it refuses some names."""
     try:
         tuner._check_target_module_compatiblity(model.peft_config[ADAPTER], tuner.model, name.rpartition(".")[2])  # noqa: SLF001
     except ValueError:
@@ -216,7 +236,7 @@ def _why_bypassed(use: ModuleUse) -> str:
             f"effect {_OBSERVED}"
         )
     return (
-        f"{use.readers[0]} reads their weights itself besides calling them, so that an adapter acts in one place and a merged "
+        f"{use.readers[0]} reads their weights itself besides calling them, so an adapter acts in one place and a merged "
         f"weight in both {_OBSERVED}"
     )
 
@@ -235,54 +255,40 @@ def _place(method: MethodPlan) -> str:
     return "spec.method.lora" if method.lora is not None else "spec.method.settings"
 
 
-@dataclass(frozen=True)
-class _Fix:
-    text: str
-    changes: Mapping[str, Any] | None = None
-
-
-def _fix(method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], good: Sequence[str]) -> _Fix:
-    """Returns a fix that leaves these modules out and keeps all others."""
+def _other_targets(
+    method: MethodPlan, wrong: Sequence[str], adapted: Collection[str], good: Sequence[str]
+) -> tuple[str, dict[str, list[str]] | None]:
+    """Returns a fix, in words and as changes, that removes only the wrong modules. good: names of targets that would work."""
     place, ends = _place(method), endings(wrong, adapted)
-    targets = _names(method, "targetModules")
-    kept = [name for name in targets if name == ALL_LINEAR or any(_matches(name, each) for each in set(adapted) - set(wrong))]
-    rest = [end for end in ends if not any(_matches(name, end) for name in targets if name not in kept)]
+    named = _names(method, "targetModules")
+    kept = [name for name in named if name == ALL_LINEAR or any(targets(name, module) for module in set(adapted) - set(wrong))]
+    rest = [end for end in ends if not any(targets(name, end) for name in named if name not in kept)]
     changes: dict[str, list[str]] = {}
     can_exclude = method.lora is not None or "excludeModules" in known_settings(method.type)
     if set(adapted) <= set(wrong) or (rest and not can_exclude):
-        # A module that is excluded or trained whole is no target.
+        # A module that is excluded or trained whole cannot be a target, so it is not listed as one.
         others = [*_names(method, "excludeModules"), *_names(method, "modulesToSave")]
-        changes[f"{place}.targetModules"] = [name for name in good if not any(_matches(each, name) for each in others)]
+        changes[f"{place}.targetModules"] = [name for name in good if not any(targets(other, name) for other in others)]
     else:
-        if kept != targets:
+        if kept != named:
             changes[f"{place}.targetModules"] = kept
         if rest:
             changes[f"{place}.excludeModules"] = [*_names(method, "excludeModules"), *rest]
     if not all(changes.values()):
-        return _Fix(f"name in {place}.targetModules modules that take an adapter, which excludeModules and modulesToSave leave")
+        return f"name in {place}.targetModules modules that take an adapter, which excludeModules and modulesToSave leave", None
     if any(len(names) > _MOST_NAMES for names in changes.values()):
-        return _Fix("use a checkpoint of the language model alone, or name in targetModules what only its layers have")
-    return _Fix(" and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes)
+        return "use a checkpoint of the language model alone, or name in targetModules what only its layers have", None
+    return " and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join([*names[:_LISTED], *(["..."] if len(names) > _LISTED else [])])
 
 
-def _about_whole(method: MethodPlan, without: Sequence[str], plain: Collection[str]) -> Finding:
-    message = f"parameters of {_shown(without)} are trained, and no pass over text gives them a gradient: they would never change"
-    if method.type is MethodType.FULL:
-        fix = "use method.type: LoRA with targetModules that text uses, or a checkpoint of the language model alone"
-        return _of_modules("trained-without-gradient", "spec.method.type", [method.type.value], message, _Fix(fix))
-    field = f"{_place(method)}.bias"
-    changed = _Fix(f"set {field}: none", {field: "none"})
-    return _of_modules("trained-without-gradient", field, endings(without, plain), message, changed)
-
-
 def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved: Collection[str]) -> dict[str, Any] | None:
-    """Returns the list without the modules that never change; None if one of its names also means a module that does change."""
+    """Returns the change that removes the modules that never change; None if one of their names also means a module that does."""
     names = _names(method, "modulesToSave")
-    # PEFT matches these by the end of the name, even if that is not a whole part of it.
+    # PEFT matches these names with the ends of module names, even within a part.
     meant = {name: [module for module in saved if module.endswith(name)] for name in names}
     wrong = [name for name in names if not set(still).isdisjoint(meant[name])]
     if any(not set(still).issuperset(meant[name]) for name in wrong):
@@ -291,23 +297,29 @@ def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved
 
 
 def _packed(plan: RunPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
-    """A packed weight is one column of bytes; only the layer itself can compute with it."""
+    """Reports packed weights that other code reads: they are one column of bytes, with which only the layer can compute."""
     packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
     wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
     if wrong:
         use = next(iter(wrong.values()))
         reader = use.readers[0] if use.readers else f"{use.is_handed_to[0]}, to which transformers hands it here,"
         message = (
-            f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, and packed to 4 bits it has not that shape "
+            f"{_shown(list(wrong))}: {reader} reads the weight itself as a matrix, but 4-bit packing changes its shape "
             f"{_OBSERVED}"
         )
         kind = lora_kind(packs_base=False, magnitudes=METHODS[plan.method.type].needs.magnitudes).value
         changes = {"spec.method.type": kind, "spec.method.quantization": None}
         if plan.merge.base is not MergeBase.ORIGINAL:
-            # Without packed weights only the original base can be merged into.
+            # Without packed weights, adapters can be merged only into the original base.
             changes["spec.merge.base"] = None
-        fix = _Fix(f"set spec.method.type: {kind}", changes)
-        yield _of_modules("packed-weight-read", "spec.method.type", [plan.method.type.value], message, fix)
+        yield make_finding(
+            "packed-weight-read",
+            field="spec.method.type",
+            value=plan.method.type.value,
+            message=message,
+            fix=f"set spec.method.type: {kind}",
+            changes=changes,
+        )
 
 
 def _names(method: MethodPlan, setting: str) -> list[str]:
@@ -317,13 +329,5 @@ def _names(method: MethodPlan, setting: str) -> list[str]:
     written: Any = method.adapter.settings.get(setting) if method.adapter is not None else None
     if isinstance(written, list):
         return [name for name in written if isinstance(name, str)]
-    # The targets are PEFT's own choice for the architecture, or a regular expression.
+    # Otherwise PEFT chooses the targets for the architecture, or they are a regular expression.
     return [ALL_LINEAR] if setting == "targetModules" else []
-
-
-def _matches(end: str, name: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def _of_modules(rule: str, field: str, values: Sequence[str], message: str, fix: _Fix) -> Finding:
-    return make_finding(rule, field=field, value=_listed(values), message=message, fix=fix.text, changes=fix.changes)

@@ -1,7 +1,7 @@
-"""Checks mixtures of experts: whether the experts are packed and adapted, and whether routers are adapted unasked.
+"""Checks mixtures of experts: whether the experts are packed and adapted, and whether routers are adapted unintentionally.
 
-Most models keep their experts as stacked parameters, which are no linear layers, although all-linear and QLoRA seem to cover
-them. In: the model with its adapters. attached.py calls this and lists the findings with all others.
+Most models keep their experts as stacked parameters. These are not linear layers, although all-linear and QLoRA seem to cover
+them. attached.py calls this with the adapted model and lists the findings with all others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune_trainer.weights.rounding import dtype_name
 
 
 def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding]:
-    """Only linear layers are packed (docs/explanation/decisions/0018-experts-are-not-packed.md)."""
+    """Reports experts that would not be packed (docs/explanation/decisions/0018-experts-are-not-packed.md)."""
     stacked = _stacked_experts(model)
     if method.quantization is None or not stacked:
         return
@@ -48,10 +48,10 @@ def experts_not_packed(model: PeftModel, method: MethodPlan) -> Iterator[Finding
 
 
 def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
-    """Warns that all-linear means linear layers, while most models keep their experts as stacked parameters."""
+    """Warns of experts that get no adapter from all-linear because they are stacked parameters, not linear layers."""
     if lora.target_modules != (ALL_LINEAR,) or lora.target_parameters:
         return None
-    # For architectures that it knows, PEFT adapts the experts itself if it is asked for all linear layers.
+    # In architectures that PEFT knows, it also adapts the experts if the target is all-linear.
     adapted = {
         id(getattr(layer.get_base_layer(), layer.parameter_name)) for layer in model.modules() if isinstance(layer, ParamWrapper)
     }
@@ -67,13 +67,13 @@ def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
         value=ALL_LINEAR,
         message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
         f"{100 * in_experts / total:.0f} % of the model's weights, first {next(iter(stacked))}",
-        fix=f"to adapt them, too, set spec.method.lora.targetParameters: [{', '.join(names[:4])}] next to "
+        fix=f"to adapt these, also set spec.method.lora.targetParameters: [{', '.join(names[:4])}] besides "
         f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
 
 
 def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Reports routers that all-linear adapts: a router is a linear layer, or PEFT takes it for the one that it used to be."""
+    """Reports routers that all-linear adapts, because they are linear layers, or because PEFT treats them as such."""
     named = method.lora.target_modules if method.lora is not None else adapter_settings(method).get(TARGETS)
     if named is None and METHODS[method.type].targets_all_linear:
         named = ALL_LINEAR
@@ -96,7 +96,7 @@ def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterato
 
 
 def _outputs(layer: BaseTunerLayer) -> int | None:
-    """Returns the number of outputs of the adapted matrix; a packed matrix has lost its shape."""
+    """Returns the number of outputs of the adapted matrix. It is not read from a packed matrix, which has lost its shape."""
     base = layer.get_base_layer()
     weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
     outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
@@ -104,8 +104,8 @@ def _outputs(layer: BaseTunerLayer) -> int | None:
 
 
 def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the frozen parameters that hold a matrix for each expert, by their names in the base."""
-    # Other parameters, such as kernels of convolutions, have three dimensions as well.
+    """Returns name in the base -> frozen parameter that holds a matrix for each expert."""
+    # Other parameters, such as convolution kernels, also have three dimensions.
     counts = _expert_counts(getattr(model, "config", None))
     return {
         name_in_base(name): parameter
@@ -117,7 +117,7 @@ def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _expert_counts(config: object) -> set[int]:
-    """Returns the numbers of experts in a configuration, including the parts of composite models."""
+    """Returns the numbers of experts in a configuration, including those of the parts of composite models."""
     if not isinstance(config, PreTrainedConfig):
         return set()
     counts = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}

@@ -1,7 +1,7 @@
-"""Checks that the regular expressions of the adapter's settings compile, and within a bounded time.
+"""Checks that the regular expressions in the adapter's settings compile within a bounded time.
 
-Only preflight checks this: a few characters can keep a processor busy for minutes, so neither operator nor command line
-compiles the expressions of a manifest. roles/preflight.py calls this before PEFT sees these settings.
+Only preflight checks this: a few characters can keep a processor busy for minutes, so the operator and the command line compile
+no expression of a manifest. job_steps.py calls this before PEFT gets these settings.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import warnings
 
 from finetune_job.finding import Finding
 from finetune_job.plan.method_plan import MethodPlan
-from finetune_job.rules.method_configuration.expressions import expression_findings, expressions_of
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_job.rules.book import RULES
+from finetune_job.rules.method_configuration.expressions import Malformed, expression_problems, expressions_of
 from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
 
@@ -26,21 +26,19 @@ def compiled_or_none(text: str) -> re.Pattern[str] | None:
         return None
 
 
-def check_expressions(seen: JobInspection) -> list[Finding]:
-    """Fills in `expressions_compile`; PEFT also compiles them while the model is inspected."""
-    findings = uncompiled_expressions(seen.plan.method)
-    seen.expressions_compile = not findings
-    return findings
-
-
 def uncompiled_expressions(method: MethodPlan) -> list[Finding]:
-    """Returns a finding if an expression does not compile; compiles them in a process with limits."""
+    """Returns findings if expressions do not compile. They are compiled in a process with limits."""
     if not expressions_of(method):
         return []
     try:
-        return run_sandboxed(lambda: expression_findings(method, lambda text: compiled_or_none(text) is None))
+        return run_sandboxed(lambda: _findings(method, lambda text: compiled_or_none(text) is None))
     except SandboxEndedError as error:
-        (finding, *_) = expression_findings(method, lambda _: True)
+        (finding, *_) = _findings(method, lambda _: True)
         message = f"compiling the regular expressions of this method's settings {error}"
         fix = "write names of modules, or simpler expressions: no ranges of letters beyond those that names hold, and no (?i)"
         return [finding.model_copy(update={"value": finding.value[:200], "message": message, "fix": fix, "changes": ()})]
+
+
+def _findings(method: MethodPlan, is_malformed: Malformed) -> list[Finding]:
+    problems = expression_problems(method, is_malformed)
+    return [rule.finding(problems[rule.id]) for rule in RULES if rule.id in problems]

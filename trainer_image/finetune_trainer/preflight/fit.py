@@ -1,24 +1,24 @@
-"""Checks that data, model and batches fit each other. In: counts. Out: findings."""
+"""Checks that data, model and batches fit each other, given their counts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import MICRO_BATCH_FIELD, RunPlan
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.shards import TRAIN, VALIDATION
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.train.policy import total_steps
 
 
-def check_fit(seen: JobInspection) -> list[Finding]:
+def check_fit(seen: Inspection) -> list[Finding]:
     """Returns the findings about the prepared splits."""
     structure, tokenizer = seen.structure, seen.tokenizer
     return fit_findings(
         seen.plan,
-        seen.known_data.splits,
+        {} if seen.data is None else seen.data.splits,
         structure.vocabulary_size if structure else None,
         len(tokenizer) if tokenizer is not None else 0,
         structure.max_positions if structure else None,
@@ -35,69 +35,58 @@ def fit_findings(
     *,
     max_row: int | None = None,
 ) -> list[Finding]:
-    """Returns the findings for these counts; a count is None if the model does not state it."""
-    findings = [
-        _vocabulary(splits, vocabulary_size, tokenizer_size),
-        _positions(splits, max_positions),
-        _rows(plan, splits, max_row),
-        _batches(plan, splits),
-        _evaluations(plan, splits),
-    ]
-    return [finding for finding in findings if finding is not None]
-
-
-def _vocabulary(splits: Mapping[str, SplitFacts], vocabulary_size: int | None, tokenizer_size: int) -> Finding | None:
-    if vocabulary_size is None or tokenizer_size <= vocabulary_size:
-        return None
-    largest = max((facts.largest_token_id for facts in splits.values()), default=-1)
-    is_used = largest >= vocabulary_size
-    return make_finding(
-        "tokenizer-beyond-vocabulary",
-        severity="error" if is_used else "warning",
-        field="spec.model.source",
-        value=str(tokenizer_size),
-        message=f"the tokenizer has {tokenizer_size} tokens, the model's embedding {vocabulary_size} rows"
-        + (f"; the data uses token {largest}" if is_used else "; the data uses none of those beyond"),
-        fix="use the tokenizer of this model, or resize the model's embeddings and save it",
-    )
-
-
-def _positions(splits: Mapping[str, SplitFacts], max_positions: int | None) -> Finding | None:
+    """Returns the findings for these counts. A count is None if the model does not state it."""
     longest = max((facts.longest_document for facts in splits.values()), default=0)
-    if max_positions is None or longest <= max_positions:
-        return None
-    return make_finding(
-        "document-beyond-positions",
-        field="spec.data.maxSequenceLength",
-        value=str(longest),
-        message=f"the longest record has {longest} tokens, the model was made for {max_positions} (max_position_embeddings)",
-        fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted; of rotary "
-        f"positions, which can be computed beyond, set spec.model.maxPositions to {longest}",
-    )
-
-
-def _rows(plan: RunPlan, splits: Mapping[str, SplitFacts], max_row: int | None) -> Finding | None:
-    """Packing fills rows up to maxSequenceLength, if there are enough tokens."""
+    # Packing fills rows up to maxSequenceLength, if there are enough tokens.
     packed = plan.data.max_sequence_length if plan.data.packing else 0
-    longest = max((max(min(packed, facts.num_tokens), facts.longest_document) for facts in splits.values()), default=0)
-    if max_row is None or longest <= max_row:
-        return None
-    return make_finding(
-        "sequence-beyond-positions",
-        field="spec.data.maxSequenceLength",
-        value=str(longest),
-        message=f"the model's code makes attention biases for {max_row} tokens (max_seq_len) and fails with longer sequences, "
-        "packed or not",
-        fix=f"set spec.data.maxSequenceLength to {max_row} or less; longer records are then dropped and counted",
-        changes={"spec.data.maxSequenceLength": max_row},
-    )
+    fullest = max((max(min(packed, facts.num_tokens), facts.longest_document) for facts in splits.values()), default=0)
+    findings = []
+    if vocabulary_size is not None and tokenizer_size > vocabulary_size:
+        largest = max((facts.largest_token_id for facts in splits.values()), default=-1)
+        is_used = largest >= vocabulary_size
+        findings.append(
+            make_finding(
+                "tokenizer-beyond-vocabulary",
+                severity="error" if is_used else "warning",
+                field="spec.model.source",
+                value=str(tokenizer_size),
+                message=f"the tokenizer has {tokenizer_size} tokens, the model's embedding {vocabulary_size} rows"
+                + (f"; the data uses token {largest}" if is_used else "; the data uses none of those beyond"),
+                fix="use the tokenizer of this model, or resize the model's embeddings and save it",
+            )
+        )
+    if max_positions is not None and longest > max_positions:
+        findings.append(
+            make_finding(
+                "document-beyond-positions",
+                field="spec.data.maxSequenceLength",
+                value=str(longest),
+                message=f"the longest record has {longest} tokens, the model was made for {max_positions} "
+                "(max_position_embeddings)",
+                fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted; "
+                f"of rotary positions, which can be computed beyond, set spec.model.maxPositions to {longest}",
+            )
+        )
+    if max_row is not None and fullest > max_row:
+        findings.append(
+            make_finding(
+                "sequence-beyond-positions",
+                field="spec.data.maxSequenceLength",
+                value=str(fullest),
+                message=f"the model's code makes attention biases for {max_row} tokens (max_seq_len) and fails with longer "
+                "sequences, packed or not",
+                fix=f"set spec.data.maxSequenceLength to {max_row} or less; longer records are then dropped and counted",
+                changes={"spec.data.maxSequenceLength": max_row},
+            )
+        )
+    return [*findings, *_batches(plan, splits), *_evaluations(plan, splits)]
 
 
-def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
+def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Iterator[Finding]:
     facts, batch, world_size = splits.get(TRAIN), plan.training.global_batch_size, plan.parallelism.world_size
     if facts is None or facts.num_sequences >= batch:
-        return None
-    # A micro-batch that the manifest sets is kept, and the global batch has to be a multiple of it.
+        return
+    # If the manifest sets the micro-batch, it is kept, and the global batch must be a multiple of it.
     is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in plan.choices)
     unit = world_size if is_chosen else world_size * plan.training.micro_batch_size
     largest = facts.num_sequences // unit * unit
@@ -106,7 +95,7 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
         ways.append(f"set spec.data.packing: false, which gives {facts.num_occurrences} sequences")
     ways.append("give more records")
     packed = f"{facts.num_occurrences} records make {facts.num_sequences} sequences"
-    return make_finding(
+    yield make_finding(
         "fewer-sequences-than-batch",
         field="spec.training.globalBatchSize",
         value=str(batch),
@@ -115,14 +104,12 @@ def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
     )
 
 
-def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | None:
-    """If a run's length is given in epochs, its steps follow from the data; with maxSteps the rule book reports the same
-    earlier.
-    """
+def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Iterator[Finding]:
+    """Reports a run that is too short for its evaluations. If it has maxSteps, the rule book reports this earlier."""
     facts, evaluation, training = splits.get(TRAIN), plan.evaluation, plan.training
     every, stopping = evaluation.every_steps, evaluation.early_stopping
     if facts is None or every is None or training.max_steps is not None or VALIDATION not in splits:
-        return None
+        return
     total = total_steps(training.epochs, None, facts.num_sequences, training.global_batch_size)
     if stopping is not None:
         field, value, needed = "spec.evaluation.earlyStopping", f"patience {stopping.patience}", stopping.patience + 1
@@ -131,11 +118,11 @@ def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Finding | N
         field, value, needed = "spec.evaluation.loadBestModelAtEnd", "true", 1
         why = "only the last checkpoint is evaluated, and the best is the last"
     else:
-        return None
+        return
     if needed * every < total:
-        return None
+        return
     soon = (total - 1) // needed
-    return make_finding(
+    yield make_finding(
         "evaluations-beyond-the-end",
         field=field,
         value=value,

@@ -1,6 +1,6 @@
-"""Can the modules that the wrap plan chose be sharded? What torch would refuse when the model is loaded on every rank.
+"""Checks whether the modules chosen by the wrap plan can be sharded, before torch refuses them when ranks load the model.
 
-Which modules can be units at all, the wrap plan itself says (model/wrap_plan.py). Called by model_checks.py with the adapted
+The wrap plan itself decides which modules can be units at all (model/wrap_plan.py). model_checks.py calls this with the adapted
 model on the meta device.
 """
 
@@ -39,23 +39,25 @@ _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
 LARGE_SHARE = 0.5
-"""Of the parameters in one unit. Embeddings of small models have it rightly, so the model's own classes are asked, too."""
+"""A unit with this share of the parameters or more is too large, unless the model's own classes give one of similar size."""
 WORSE_THAN_OWN = 1.5
-"""Times the share of the largest unit with the model's own classes."""
+"""A unit is too large if its share is this many times that of the largest unit with the model's own classes, or more."""
 
 
 def check_units(seen: ModelInspection) -> list[Finding]:
-    """A finding per kind of mistake, with the first module or parameter of it."""
+    """Returns a finding for each kind of mistake, about the first module or parameter with this mistake."""
     model, unit_names, plan = seen.trained.model, seen.trained.units, seen.plan
+    if not seen.is_sharded:
+        return []
     fsdp = plan.parallelism.fsdp
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
-    # Tied parameters under each of their names.
+    # Tied parameters are listed under each of their names, because each name may be in another unit.
     held = by_unit(held_parameters(model, remove_duplicate=False), unit_names)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     found = [
         _without_parameters(units, fsdp),
-        *_shapes([(each.name, parameters[each.name]) for unit in held.values() for each in unit], plan),
+        *_shapes([(parameter.name, parameters[parameter.name]) for unit in held.values() for parameter in unit], plan),
     ]
     if fsdp.version == 2:
         found += _trained_in_two_types(held, plan)
@@ -65,20 +67,22 @@ def check_units(seen: ModelInspection) -> list[Finding]:
 
 
 def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
-    """A finding if classes or a size that the plan names leave most of the model in one unit, and the model's own classes do not.
+    """Reports classes or a size in the plan that leave most of the model in one unit, if the model's own classes would not.
 
-    FSDP gathers a unit whole, so its size decides about memory, whatever the names of the classes are.
+    FSDP gathers whole units, so their size matters for memory, whatever the names of the classes are.
     """
     model, plan = seen.trained.model, seen.plan
     fsdp = plan.parallelism.fsdp
     classes, policy = fsdp.transformer_layer_cls_to_wrap, fsdp.auto_wrap_policy
-    if policy is AutoWrapPolicy.NO_WRAP or (policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and classes is None):
+    if not seen.is_sharded or policy is AutoWrapPolicy.NO_WRAP:
+        return
+    if policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP and classes is None:
         return
     by_layer = {"auto_wrap_policy": AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": None}
     try:
         own = unit_names(model, fsdp.model_copy(update=by_layer))
     except ConfigError:
-        # The model names no classes itself, so nobody can say what would be better.
+        # The model itself names no classes, so no better choice is known.
         return
     largest, share = _largest_unit(model, seen.trained.units)
     _, best_share = _largest_unit(model, own)
@@ -102,7 +106,7 @@ def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _largest_unit(model: nn.Module, units: Collection[str]) -> tuple[str, float]:
-    """Name of the unit that holds most parameters, and its share of all; the root's name is empty."""
+    """Returns the name of the unit with the most parameters (empty for the root), and its share of all parameters."""
     names, sizes = frozenset(units), Counter[str]()
     for name, parameter in model.named_parameters():
         sizes[innermost_unit(name, names)] += parameter.numel()
@@ -111,12 +115,12 @@ def _largest_unit(model: nn.Module, units: Collection[str]) -> tuple[str, float]
 
 
 def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
-    """What version 1 cannot do, whatever its units.
+    """Reports adapters of stacked weights, which FSDP version 1 cannot train, whatever the units are.
 
-    For some architectures PEFT itself takes all-linear, or names of experts, for the stacked weights of their experts.
+    In some architectures, PEFT adapts stacked weights of experts if the target is all-linear or a name of an expert.
     """
     names = [name for name, module in seen.trained.model.named_modules() if isinstance(module, ParamWrapper)]
-    if not names:
+    if not names or not seen.is_sharded or seen.plan.parallelism.fsdp.version != 1:
         return
     shown = names[0].removeprefix(INSIDE_PEFT)
     yield make_finding(
@@ -132,7 +136,7 @@ def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Finding | None:
-    """A flat parameter has one weight decay and one learning rate, which is right if all of it is to have the same."""
+    """Reports flat parameters whose parts should have different weight decays or learning rates, which they cannot."""
     if not is_one_flat_parameter(plan.parallelism.fsdp):
         return None
     first: dict[str, tuple[str, tuple[float, float]]] = {}
@@ -151,7 +155,7 @@ def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Fi
         )
         changes: dict[str, str | int | None] = {_ORIGINAL_FIELD: True}
         if plan.method.type is not MethodType.FULL:
-            # Beside adapters, version 1 refuses original parameters in some cases.
+            # With adapters, FSDP version 1 refuses original parameters in some cases, so the version is also removed.
             changes = {_ORIGINAL_FIELD: None, _VERSION_FIELD: None}
         return make_finding(
             "fsdp1-flat-parameter-mixed",
@@ -183,7 +187,7 @@ def _without_parameters(units: Mapping[str, nn.Module], fsdp: FsdpPlan) -> Findi
 def _shapes(parameters: Sequence[tuple[str, nn.Parameter]], plan: RunPlan) -> Iterator[Finding]:
     one_rank: dict[str, int | None] = {"spec.parallelism.nodes": 1, "spec.parallelism.processesPerNode": 1}
     if plan.parallelism.min_nodes is not None:
-        # Of one node none can be lost.
+        # An elastic gang needs more than one node, so on one rank this setting is removed.
         one_rank["spec.parallelism.elastic"] = None
     for wrong, reason in (
         ([name for name, parameter in parameters if parameter.ndim == 0], "is a single number without dimensions"),
@@ -205,11 +209,11 @@ def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], plan: Run
     changes: dict[str, str | bool] = {"spec.training.precision": "fp32"}
     lora = plan.method.lora
     if lora is not None and plan.method.quantization is not None and not lora.autocast_adapter_dtype:
-        # Adapters then take the type that packed weights compute in, and magnitudes that of the weights before.
+        # Adapters then have the type in which packed weights compute, but magnitudes have the type of the unpacked weights.
         fix, changes = "set method.lora.autocastAdapterDtype: true", {"spec.method.lora.autocastAdapterDtype": True}
     for unit, parameters in held.items():
         if unit_conflict(parameters, plan.parallelism.fsdp) is Conflict.TRAINED_TYPES:
-            kinds = element_types(each for each in parameters if each.is_trained)
+            kinds = element_types(parameter for parameter in parameters if parameter.is_trained)
             examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))
             yield make_finding(
                 "trained-in-two-types",

@@ -1,12 +1,14 @@
-"""The steps that fill in a `JobInspection`: storage, files, tokenizer, data and memory, with the findings of each.
+"""Inspects storage, files, tokenizer and data of a job, and has the checks that need only these and the model's structure.
 
-A process that roles/preflight.py starts inspects the structure.
+model_process.py inspects the model itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.device import large_on_cpu
@@ -16,94 +18,118 @@ from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.manifest import read_manifest, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_directory, start_problem
+from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.inspection.base_name import GUESSED, adapter_base_problem
 from finetune_trainer.inspection.model_files import inspect_model_files
+from finetune_trainer.inspection.special_files import UNUSABLE_FILE
 from finetune_trainer.observe.trackers import unknown_trackers
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.added_tokens import add_tokens
+from finetune_trainer.preflight.expressions import uncompiled_expressions
+from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.preflight.memory import memory_need
+from finetune_trainer.preflight.model_process import start_check
 from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
+from finetune_trainer.processes.start import torch_is_here
 
 BYTES_PER_VALUE = 4
-"""Bytes of a trained value and of its optimizer state: float32 at most."""
+"""Largest size of a trained value, and of each value of optimizer state: float32."""
 
 
-def check_trackers(seen: JobInspection) -> Iterable[Finding]:
-    """Reports experiment trackers that the image does not offer."""
-    unknown = unknown_trackers(seen.plan)
-    return () if unknown is None else (unknown,)
+def inspect_files(context: RunContext, until_done: ExitStack) -> Inspection:
+    """Inspects storage, model files, tokenizer and expressions, and starts the process that inspects the model.
+
+    That process imports its libraries while the tokenizer is loaded. Leaves nothing behind, except a base with added tokens.
+    until_done: kills that process when it closes.
+    """
+    plan, location = context.plan, context.plan.model.location
+    findings = _check_storage(context)
+    is_writable = not findings
+    if (unknown := unknown_trackers(plan)) is not None:
+        findings.append(unknown)
+    claim = context.claims_root / location.claim
+    files = inspect_model_files(context.source_model, f"pvc://{location.claim}/{location.path}", claim)
+    findings += files.findings
+    added, model_process, tokenizer = None, None, None
+    if plan.model.added_tokens and files.digest and is_writable:
+        problems, added = add_tokens(context)
+        findings += problems
+        if added is not None:
+            context = context.with_trained_rows()
+    # PEFT also compiles the expressions while the model is inspected, and some of them take minutes and GiB.
+    expressions = uncompiled_expressions(plan.method)
+    # With added tokens, the base to train is preflight's copy, not the directory that the job names.
+    can_be_built = bool(files.digest) and (added is not None or not plan.model.added_tokens) and not expressions
+    if can_be_built and not torch_is_here():
+        model_process = until_done.enter_context(start_check(context.plan, context.base_model))
+    if context.base_model.is_dir() and not any(finding.rule == UNUSABLE_FILE for finding in findings):
+        # Only a guessed name is reported: it can load the wrong model, while an adapter that names no base fails with an error.
+        base_name = adapter_base_problem(plan.model.name, context.base_model) if plan.method.trains_adapter else None
+        if base_name is not None and base_name.rule == GUESSED:
+            findings.append(base_name)
+        tokenizer, problems = load_checked_tokenizer(context.plan, context.base_model)
+        findings += problems
+    return Inspection(
+        context,
+        (*findings, *expressions),
+        is_writable,
+        files,
+        added,
+        tokenizer,
+        can_be_built=can_be_built,
+        model_process=model_process,
+    )
 
 
-def check_storage(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `storage_is_ready`: whether the current user can write the directories. Leaves nothing behind."""
-    context = seen.context
+def _check_storage(context: RunContext) -> list[Finding]:
+    """Checks that the current user can write the directories."""
+    plan = context.plan
     problems = [
-        not_writable("spec.workspace", seen.plan.workspace, context.claims_root),
-        not_writable("spec.output.destination", seen.plan.output, context.claims_root),
+        not_writable("spec.workspace", plan.workspace, context.claims_root),
+        not_writable("spec.output.destination", plan.output, context.claims_root),
     ]
     if not context.workspace.adapter.exists():
-        # Once this job has trained, the results at the output are its own.
+        # Once this job has trained, results at the output are its own.
         results = (context.output.adapter, context.output.merged)
-        problems.append(not_vacant("spec.output.destination", seen.plan.output, results))
-    findings = [finding for finding in problems if finding is not None]
-    seen.storage_is_ready = not findings
-    return findings
+        problems.append(not_vacant("spec.output.destination", plan.output, results))
+    return [finding for finding in problems if finding is not None]
 
 
-def check_files(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `files`."""
-    location = seen.plan.model.location
-    claim = seen.context.claims_root / location.claim
-    seen.files = inspect_model_files(seen.context.source_model, f"pvc://{location.claim}/{location.path}", claim)
-    return seen.files.findings
+def inspect_data(seen: Inspection, until_done: ExitStack) -> Inspection:
+    """Reads and checks the records, even without a tokenizer or a writable directory, and estimates the memory of training.
 
-
-def check_base_name(seen: JobInspection) -> Iterable[Finding]:
-    """Warns if the adapter will name a base by a guess alone.
-
-    If it names none, loading it fails with an error; only its author's machine reports that.
+    until_done: removes unpublished data when it closes.
     """
-    model = seen.plan.model
-    finding = adapter_base_problem(model.name, seen.context.base_model) if seen.plan.method.trains_adapter else None
-    return () if finding is None or finding.rule != GUESSED else (finding,)
-
-
-def check_tokenizer(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `tokenizer`."""
-    seen.tokenizer, findings = load_checked_tokenizer(seen.plan, seen.context.base_model)
-    return findings
-
-
-def check_data(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `data`. Records are checked even without a tokenizer or a writable directory."""
-    plan, context = seen.plan, seen.context
-    seen.data = seen.until_done.enter_context(
+    context = seen.context
+    data = until_done.enter_context(
         prepare(
-            plan.data,
+            seen.plan.data,
             context.claims_root,
             context.base_model,
-            seen.tokenizer if seen.storage_is_ready else None,
+            seen.tokenizer if seen.is_writable else None,
             context.workspace.prepared,
-            allow_remote_code=plan.model.allow_remote_code,
+            allow_remote_code=seen.plan.model.allow_remote_code,
         )
     )
-    return seen.data.findings
+    # The memory planner does not know every model. Without a known structure there is no estimate.
+    memory = None if seen.structure is None else memory_need(seen.plan, seen.structure, data.splits)
+    return replace(seen, data=data, memory=memory, findings=(*seen.findings, *data.findings))
 
 
-def check_start(seen: JobInspection) -> Iterable[Finding]:
-    """Checks that the checkpoint from which training starts is complete and holds what is trained."""
+def check_start(seen: Inspection) -> Iterable[Finding]:
+    """Checks that the checkpoint from which training starts is complete and holds the trained parameters."""
     try:
         directory = start_directory(seen.context)
-        # A job that has saved its own checkpoint never reads the other one again.
-        if directory is None or checkpoint_directories(seen.context.workspace.checkpoints):
+        # A job that has saved its own checkpoint does not read the start checkpoint again.
+        if seen.structure is None or directory is None or checkpoint_directories(seen.context.workspace.checkpoints):
             return ()
         manifest = read_manifest(directory, None)
         for entry in manifest.files:
             verify_file(directory, entry)
         added = [token.content for token in seen.context.plan.model.added_tokens]
-        problem = start_problem(directory, manifest, seen.known_structure.trainable, added_tokens=added)
+        problem = start_problem(directory, manifest, seen.structure.trainable, added_tokens=added)
     except (CheckpointError, OSError) as error:
         problem = str(error)
     if not problem:
@@ -113,38 +139,35 @@ def check_start(seen: JobInspection) -> Iterable[Finding]:
     return (make_finding("start-not-usable", field=START_FIELD, value=path, message=problem, fix=START_HINT),)
 
 
-def check_memory(seen: JobInspection) -> Iterable[Finding]:
-    """Fills in `memory`, if the planner knows the model."""
-    seen.memory = memory_need(seen.plan, seen.known_structure, seen.known_data.splits)
-    shape, adapts = seen.known_structure.shape, seen.plan.method.trains_adapter
-    is_base = [] if shape is None else [parameter for parameter in shape.parameters if not parameter.is_trained or not adapts]
-    size = None if shape is None else sum(parameter.numel for parameter in is_base)
+def check_memory(seen: Inspection) -> Iterable[Finding]:
+    """Reports a job that needs more memory than there is, or a large model on CPUs."""
+    if seen.structure is None:
+        return ()
+    shape, adapts = seen.structure.shape, seen.plan.method.trains_adapter
+    base = [] if shape is None else [parameter for parameter in shape.parameters if not parameter.is_trained or not adapts]
+    size = None if shape is None else sum(parameter.numel for parameter in base)
     findings = (large_on_cpu(seen.plan, size), None if seen.memory is None else seen.memory.finding)
     return [finding for finding in findings if finding is not None]
 
 
-def check_room(seen: JobInspection) -> Iterable[Finding]:
-    """Checks that there is room for what this job still has to write."""
-    plan, context = seen.plan, seen.context
-    trained = sum(math.prod(shape) for shape in seen.known_structure.trainable.values())
+def check_room(seen: Inspection) -> Iterable[Finding]:
+    """Checks that the claims have room for what this job still has to write."""
+    plan, context, structure = seen.plan, seen.context, seen.structure
+    if structure is None or not seen.is_writable:
+        return ()
+    trained = sum(math.prod(shape) for shape in structure.trainable.values())
     findings = []
     if not context.workspace.checkpoints.exists():
-        # One checkpoint more than is kept, because the newest is complete before the oldest is removed; the best; the trained
-        # weights.
+        # Room is needed for the trained weights, the kept checkpoints, the best checkpoint, and one more, because the newest is
+        # complete before the oldest is removed.
         checkpoints = plan.checkpoint.keep + 1 + plan.evaluation.load_best_model_at_end
         values = checkpoints * (1 + len(FORMS[plan.training.optimizer].tensors)) + 1
         needed = values * trained * BYTES_PER_VALUE
         findings.append(no_room("spec.workspace", plan.workspace, context.claims_root, needed, "checkpoints and trained weights"))
     if not context.workspace.adapter.exists():
-        needed = _merged_bytes(seen) + trained * BYTES_PER_VALUE
+        needed = trained * BYTES_PER_VALUE
+        if plan.merge.enabled:
+            merged = plan.merge.dtype.value if plan.merge.dtype else structure.stored_dtype
+            needed += seen.files.weight_bytes * VALUE_BYTES[merged] // VALUE_BYTES[structure.stored_dtype]
         findings.append(no_room("spec.output.destination", plan.output, context.claims_root, needed, "the results"))
     return [finding for finding in findings if finding is not None]
-
-
-def _merged_bytes(seen: JobInspection) -> int:
-    """Returns the size of the merged model's weights, in the merged element type."""
-    plan, stored = seen.plan, seen.known_structure.stored_dtype
-    if not plan.merge.enabled:
-        return 0
-    merged = plan.merge.dtype.value if plan.merge.dtype else stored
-    return seen.known_files.weight_bytes * VALUE_BYTES[merged] // VALUE_BYTES[stored]

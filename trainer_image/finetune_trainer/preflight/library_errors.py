@@ -1,11 +1,10 @@
-"""Turns errors of the libraries and of this trainer into findings. model/library_texts.py has the texts of the libraries."""
+"""Turns errors of the libraries and of this trainer into findings. model/library_texts.py has the libraries' error texts."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel
@@ -37,31 +36,35 @@ _SETTINGS = "spec.method.settings"
 _LONGEST_VALUE = 300
 
 
-@dataclass(frozen=True)
-class ExplainedError:
-    """An error text of a library, and the function that makes a more helpful finding of it."""
-
-    text: re.Pattern[str]
-    finding: Callable[[ModelInspection, Exception, re.Match[str]], Finding | None]
-    """Returns None if there is nothing to add."""
-
-
 def loading_error(seen: ModelInspection, error: Exception) -> Finding:
     """Explains why the libraries do not build the model."""
-    return _explained(_LOADING, seen, error) or finding_of_error(
-        "model-not-accepted", "spec.model.source", seen.directory.name, error
-    )
+    if UNKNOWN_ATTENTION.search(str(error)):
+        field = "spec.model.attention"
+        return make_finding(
+            "attention-not-supported",
+            field=field,
+            value=seen.plan.model.attention.value,
+            message=f"transformers has no such attention for this model: {str(error)[:300]}",
+            fix=f"set {field}: eager",
+            changes={field: "eager"},
+        )
+    return finding_of_error("model-not-accepted", "spec.model.source", seen.directory.name, error)
 
 
 def attaching_error(seen: ModelInspection, error: TrainerError) -> Finding:
-    """Explains why this model cannot be trained with these settings."""
-    return _explained(_ATTACHING, seen, error) or _conflict(seen, error)
+    """Explains why this model cannot be trained with these settings, by the first row of _ATTACHING that gives a finding."""
+    for text, explain in _ATTACHING:
+        match = text.search(str(error))
+        finding = explain(seen, error, match) if match is not None else None
+        if finding is not None:
+            return finding
+    return _conflict(seen, error)
 
 
 def finding_of_error(
     identifier: str, field: str, value: str, error: Exception, *, changes: Mapping[str, Any] | None = None, fix: str = ""
 ) -> Finding:
-    """Makes a finding of an error: the trainer's own with their hint, a library's with the name of its class."""
+    """Makes a finding of an error: with the hint of a trainer's error, or the class name of a library's error."""
     message = str(error).removeprefix(f"{field}: ")
     is_ours = isinstance(error, TrainerError)
     hint = error.hint if isinstance(error, TrainerError) else ""
@@ -75,17 +78,10 @@ def finding_of_error(
     )
 
 
-def _explained(table: tuple[ExplainedError, ...], seen: ModelInspection, error: Exception) -> Finding | None:
-    for row in table:
-        match = row.text.search(str(error))
-        finding = row.finding(seen, error, match) if match is not None else None
-        if finding is not None:
-            return finding
-    return None
-
-
 def _conflict(seen: ModelInspection, error: Exception, changes: Mapping[str, Any] | None = None, fix: str = "") -> Finding:
-    field = _named_field(error) or "spec.method.type"
+    # The trainer's own errors begin with a field. Those of libraries are about the method as a whole.
+    field, colon, _ = str(error).partition(":")
+    field = field if colon and field.startswith("spec.") else "spec.method.type"
     return finding_of_error("model-settings-conflict", field, _planned(seen.plan, field), error, changes=changes, fix=fix)
 
 
@@ -94,7 +90,7 @@ def _planned(plan: RunPlan, field: str) -> str:
     adapter = plan.method.adapter
     if field.startswith(_SETTINGS) and adapter is not None:
         name = field.removeprefix(_SETTINGS).removeprefix(".")
-        # Not every method has every setting that an error names.
+        # An error may name a setting that the method does not have; its value is then None.
         planned = effective_settings(plan.method.type, adapter.settings).get(name) if name else adapter.settings
     else:
         planned = plan
@@ -107,26 +103,8 @@ def _planned(plan: RunPlan, field: str) -> str:
     return format_value(planned)[:_LONGEST_VALUE]
 
 
-def _named_field(error: Exception) -> str | None:
-    """Returns the field with which the trainer's own errors begin."""
-    field, colon, _ = str(error).partition(":")
-    return field if colon and field.startswith("spec.") else None
-
-
-def _unknown_attention(seen: ModelInspection, error: Exception, _: re.Match[str]) -> Finding:
-    field = "spec.model.attention"
-    return make_finding(
-        "attention-not-supported",
-        field=field,
-        value=seen.plan.model.attention.value,
-        message=f"transformers has no such attention for this model: {str(error)[:300]}",
-        fix=f"set {field}: eager",
-        changes={field: "eager"},
-    )
-
-
 def _stacked_weights(seen: ModelInspection, error: Exception, _: re.Match[str]) -> Finding:
-    """Proposes the settings with which PEFT's adapters of stacked weights work."""
+    """Explains refused stacked weights; the fix has the settings with which PEFT can adapt them."""
     return _conflict(seen, error, unfit_for_experts(seen.plan.method))
 
 
@@ -141,7 +119,7 @@ def _refused_module(seen: ModelInspection, error: Exception, refused: re.Match[s
 
 
 def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) -> Finding | None:
-    """Explains targets of a class that the method has no adapter for."""
+    """Explains the refusal of targets of a class for which the method has no adapter."""
     method, kind = seen.plan.method, refused[1] or refused[2]
     if method.adapter is None:
         return None
@@ -161,7 +139,7 @@ def _refused_class(seen: ModelInspection, _: Exception, refused: re.Match[str]) 
 def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str]) -> Finding | None:
     """Explains a setting that does not fit the sizes of the model's layers."""
     method = seen.plan.method
-    name = next((each.name for each in known_settings(method.type).values() if each.peft_name == refused[1]), None)
+    name = next((setting.name for setting in known_settings(method.type).values() if setting.peft_name == refused[1]), None)
     if method.adapter is None or name is None:
         return None
     divisor = math.gcd(*(size for _, layer in _layers(seen) for size in layer.weight.shape))
@@ -179,7 +157,7 @@ def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str
 
 
 def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """Returns the base's linear layers by name, except the output head; PEFT may have adapted some before it failed."""
+    """Returns name and layer of all linear layers but the output head. PEFT may have adapted some before it failed."""
     head = seen.base.get_output_embeddings()
     return [
         (name.removesuffix(".base_layer"), layer)
@@ -188,11 +166,11 @@ def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
     ]
 
 
-_LOADING = (ExplainedError(UNKNOWN_ATTENTION, _unknown_attention),)
-_ATTACHING = (
-    ExplainedError(STACKED_WEIGHTS, _stacked_weights),
-    ExplainedError(REFUSED_MODULE, _refused_module),
-    ExplainedError(REFUSED_CLASS, _refused_class),
-    ExplainedError(NOT_DIVISIBLE, _refused_size),
-    ExplainedError(BEYOND_LAYER, _refused_size),
+_ATTACHING: tuple[tuple[re.Pattern[str], Callable[[ModelInspection, Exception, re.Match[str]], Finding | None]], ...] = (
+    (STACKED_WEIGHTS, _stacked_weights),
+    (REFUSED_MODULE, _refused_module),
+    (REFUSED_CLASS, _refused_class),
+    (NOT_DIVISIBLE, _refused_size),
+    (BEYOND_LAYER, _refused_size),
 )
+"""Error texts of PEFT, each with the function that makes a more helpful finding, or returns None if it has nothing to add."""

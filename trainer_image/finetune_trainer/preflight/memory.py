@@ -1,6 +1,6 @@
-"""Gives the memory planner the real structure and this machine's limits, and returns its estimate and choices.
+"""Gives the memory planner the model's real structure and this machine's limits, and returns its estimate and choices.
 
-meta_model.py and job_steps.py call this. Importing it does not import torch: roles/preflight.py prepares data meanwhile.
+meta_model.py and job_steps.py call this. Importing it does not import torch, since the process that prepares data must not.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import Choice, RunPlan
-from finetune_memory.attention import choose_attention
-from finetune_memory.batches import choose_batches
+from finetune_memory.choices import choose_attention, choose_batches
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.model_shape import Kind, ModelShape, ParameterShape, UnknownModelError, facts_of
 from finetune_memory.this_machine import gpu_mebibytes
@@ -27,29 +26,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The memory that the training of this job needs."""
+    """The memory that training needs in this job."""
 
     estimate: int
-    """Bytes of the fullest rank."""
+    """Number of bytes of the rank that needs most."""
     limit: int | None
-    """Bytes that a rank may take; None if no limit is known."""
+    """Number of bytes that a rank may use; None if no limit is known."""
     terms: Mapping[str, int]
-    """The parts of the estimate."""
+    """Name of each part of the estimate -> bytes."""
     finding: Finding | None
     resharding: Choice | None = None
     """The choice of `reshardAfterForward` if the plan leaves it open."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """The numbers for the termination report."""
+        """The numbers that the termination report shows."""
         numbers = {"memory_estimate": str(self.estimate)}
         return numbers if self.limit is None else {**numbers, "memory_limit": str(self.limit)}
 
 
 def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], load: str) -> ModelShape | None:
-    """Describes `model` with its adapters around `base`; None if the planner does not know its configuration.
+    """Describes `model`, which is `base` with its adapters. Returns None if the planner does not know its configuration.
 
-    Weights that are already packed count with their type before packing: the planner packs them itself.
+    Weights that are already packed are given with their shape and type before packing: the planner computes the packing itself.
     """
     import torch
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -61,7 +60,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
 
     try:
         facts = facts_of(
-            # As transformers fills it in: a published config.json may leave out its class's defaults (Gemma 3's does).
+            # With transformers' defaults: a published config.json may leave out those of its class (Gemma 3's does).
             base.config.to_dict(),
             has_whole_logits=not returns_output_of_head(base),
             has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),
@@ -74,7 +73,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
     parameters = []
     for name, parameter in model.named_parameters():
         owner, _, last = name.rpartition(".")
-        # The layers of an adapter are layers as well, but not the model's.
+        # The layers of an adapter are also torch layers, but do not belong to the model.
         is_added = parameter.requires_grad and model is not base and SAVED_WHOLE not in owner.split(".")
         kind = _kind(modules[owner]) if last == "weight" and not is_added else "other"
         shape, dtype = tuple(parameter.shape), dtype_name(parameter.dtype)
@@ -99,10 +98,9 @@ def _kind(module: nn.Module) -> Kind:
 def batches_of(
     plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool, attention_problem: str
 ) -> tuple[Choice, ...]:
-    """Returns the planner's choices of what the plan leaves open, for records of any length.
+    """Returns what the planner chooses for settings that the plan leaves open, for records of any length.
 
-    They are the same for every attempt and data.
-    attention_problem: why varlen is not possible; empty if it is.
+    The choices are the same for every attempt and for any data. attention_problem: why varlen is not possible; empty if it is.
     """
     attention = choose_attention(plan, attention_problem)
     plan = plan.with_choices(attention)
@@ -112,7 +110,7 @@ def batches_of(
 
 
 def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, SplitFacts]) -> MemoryNeed | None:
-    """Returns the planner's verdict; None if it does not know the model."""
+    """Returns the planner's verdict; None if the planner does not know the model."""
     if structure.shape is None:
         return None
     longest = max((facts.longest_document for facts in splits.values()), default=0)
@@ -128,7 +126,7 @@ def memory_need(plan: RunPlan, structure: ModelStructure, splits: Mapping[str, S
 
 
 def limit_here(plan: RunPlan) -> MemoryLimit | None:
-    """Returns the limit of the plan's placement, else of the smallest visible GPU of this machine; None if neither is known."""
+    """Returns the limit of the plan's placement, or else of this machine's smallest visible GPU; None if neither is known."""
     limit = limit_of(plan)
     if limit is not None or plan.placement is not None:
         return limit

@@ -1,6 +1,6 @@
-"""Checks that what this run trains can be merged into its base, and the merge verified within the requested thresholds.
+"""Checks that the result of this run can be merged into its base, and that a correct merge can pass the requested thresholds.
 
-Uses the merge's own planner with the tensors that will be saved. Reads headers only.
+Runs the merge's own planner with the tensors that will be saved. Reads headers only.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import ADAPTER_FILE, CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
 
-_VERIFY = "spec.merge.verify"
-
 
 def check_merge(seen: ModelInspection) -> Iterator[Finding]:
-    """Returns at most one finding; none if the merge is possible or not requested. Reads headers only."""
+    """Reports a merge that is requested but impossible. Reads headers only."""
     plan, directory, structure = seen.plan, seen.directory, seen.known_structure
     if not plan.merge.enabled or structure.adapter_settings is None:
         return
-    # The planner looks at names and shapes; the adapter's element type does not decide whether it can be merged.
+    # The planner looks only at names and shapes, so any element type does for the adapter.
     shapes = structure.saved_tensors | structure.fixed_tensors
     adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in shapes.items()}
     settings = json.loads(json.dumps(structure.adapter_settings))
@@ -48,7 +46,7 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
-        # The merge leaves tensors alone that it cannot read; its verification computes with all.
+        # The merge copies tensors that it cannot read, but its verification computes with all tensors, so all must be readable.
         model.require_readable()
     except MergeError as error:
         yield make_finding(
@@ -61,43 +59,35 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
-    """Returns warnings: how far rounding moves the logits depends on the model, and a small one may stay below. Reads headers
-    only.
+    """Warns of thresholds that a correct merge may miss, because rounding changes the logits. How much depends on the model.
+
+    Reads headers only.
     """
     plan, merge = seen.plan, seen.plan.merge
-    if not merge.enabled or seen.known_structure.adapter_settings is None:
+    # A merge that only replaces stored tensors by trained tensors does not round, so there is nothing to check.
+    if not merge.enabled or METHODS[plan.method.type].needs.trains_base_modules:
         return
-    # A merge that replaces stored tensors by trained ones does not round.
-    if METHODS[plan.method.type].needs.trains_base_modules:
-        return
-    if merge.max_kl_divergence is None and merge.min_top1_agreement is None:
+    if seen.known_structure.adapter_settings is None:
         return
     dtype = judged_dtype(seen.directory, merge.dtype.value if merge.dtype else None)
     usual, measured = GATES[dtype], LARGEST_MEASURED_KL[dtype]
+    tight: list[tuple[str, float, float, str]] = []
     if merge.max_kl_divergence is not None and merge.max_kl_divergence < measured:
-        yield _too_tight(
-            "maxKlDivergence",
-            merge.max_kl_divergence,
-            f"rounding to {dtype} alone moves a right merge by a mean divergence of up to {measured:.2g}, as measured",
-            f"{usual.max_mean_kl:g}",
-        )
+        reason = f"rounding to {dtype} alone moves a correct merge by a mean divergence of up to {measured:.2g}, as measured"
+        tight.append(("maxKlDivergence", merge.max_kl_divergence, usual.max_mean_kl, reason))
     if merge.min_top1_agreement is not None and merge.min_top1_agreement > usual.min_top1_agreement:
-        yield _too_tight(
-            "minTop1Agreement",
-            merge.min_top1_agreement,
+        reason = (
             f"tokens whose logits are more than {TIE_UNITS} roundings of {dtype} apart do not count as tied, and rounding "
-            "alone makes them change places at single positions of a right merge; of a share that is asked for none is excused",
-            f"{usual.min_top1_agreement:g}",
+            "alone makes them change places at single positions of a correct merge; a requested share excuses none of them"
         )
-
-
-def _too_tight(name: str, value: float, reason: str, usual: str) -> Finding:
-    field = f"{_VERIFY}.{name}"
-    return make_finding(
-        "verification-within-rounding",
-        field=field,
-        value=f"{value:g}",
-        message=f"{reason}: the merged model may be refused once all the training is done, though nothing is wrong with it",
-        fix=f"remove {field}: the default here is {usual}",
-        changes={field: None},
-    )
+        tight.append(("minTop1Agreement", merge.min_top1_agreement, usual.min_top1_agreement, reason))
+    for name, value, default, reason in tight:
+        field = f"spec.merge.verify.{name}"
+        yield make_finding(
+            "verification-within-rounding",
+            field=field,
+            value=f"{value:g}",
+            message=f"{reason}: the merged model may be refused once all the training is done, though nothing is wrong with it",
+            fix=f"remove {field}: the default here is {default:g}",
+            changes={field: None},
+        )

@@ -1,13 +1,14 @@
-"""The steps that fill in a `ModelInspection`: they build the real model and its adapters on torch's meta device.
+"""Has the steps that fill in a `ModelInspection`: they build the real model and its adapters on torch's meta device.
 
-The libraries are the pinned ones. What the trainer asserts after wrapping (model/invariants.py) is asserted here first and
-becomes a finding.
+The libraries are those of training. What the trainer asserts after wrapping (model/invariants.py) is asserted here first; a
+failure becomes a finding.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.precision import choose_precision
+from finetune_memory.choices import choose_precision
 from finetune_trainer.errors import ConfigError, TrainerError
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.inspection.report import ModelStructure
 from finetune_trainer.inspection.skeleton import attach_skeleton_adapters, load_skeleton
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, saved_shapes, stored_names
 from finetune_trainer.model.dtypes import resolve_dtypes
-from finetune_trainer.model.invariants import (
-    check_adapter_bits,
-    check_flat_units,
-    check_trainable,
-    trainable_shapes,
-)
+from finetune_trainer.model.invariants import check_adapter_bits, check_flat_units, check_trainable, trainable_shapes
 from finetune_trainer.model.load import frozen_names, pack_layers, packed_dtype, stored_dtype
 from finetune_trainer.model.wrap_plan import layer_classes, unit_names
 from finetune_trainer.preflight.library_errors import attaching_error, loading_error
@@ -42,70 +38,53 @@ from finetune_trainer.preflight.model_inspection import AttachedModel, LoadedMod
 from finetune_trainer.weights.rounding import dtype_name
 
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
-"""Rules of unknown names despite which PEFT attaches the rest, so that its other problems are reported as well."""
+"""Rules about unknown names. If only these are broken, PEFT still attaches the rest, whose problems are then also reported."""
 _STRETCHED = ("yarn", "llama3")
-"""Kinds of rotary positions whose factor says how many times longer than the first training texts may be."""
+"""Kinds of rotary positions with a factor by which texts may be longer than those of the first training."""
 
 
 def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:
     """Fills in `observed`."""
-    seen.observed = observe_use(seen.plan, seen.directory)
+    seen.observed = None if seen.is_refused else observe_use(seen.plan, seen.directory)
     return ()
 
 
 def check_loading(seen: ModelInspection) -> Iterable[Finding]:
-    """Fills in `loaded` and `precision` and reports what the files lack, or why the model cannot be built."""
+    """Fills in `loaded` and `precision`. Reports what the files lack, or why the model cannot be built."""
+    if seen.is_refused:
+        return ()
     try:
         base, findings = load_skeleton(seen.plan, seen.directory)
-    except Exception as error:  # noqa: BLE001 - a library meets a file of the user's: whatever it raises is about that file
+    except Exception as error:  # noqa: BLE001 - a library reads a user's file: every error is about that file
         return [loading_error(seen, error)]
     seen.precision = choose_precision(seen.plan, _name(stored_dtype(seen.directory)))
     seen.plan = seen.plan.with_choices(seen.precision)
     embedding = base.get_input_embeddings()
+    fsdp = seen.plan.parallelism.fsdp
+    wrap_classes: tuple[str, ...] = ()
+    if fsdp.auto_wrap_policy is AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
+        with suppress(ConfigError):  # check_wrap_classes reports an unknown class
+            wrap_classes = layer_classes(base, fsdp.transformer_layer_cls_to_wrap)
     seen.loaded = LoadedModel(
         base=base,
         vocabulary_size=int(embedding.weight.shape[0]),
         padding_row=getattr(embedding, "padding_idx", None),
         max_positions=max_positions(base.config, seen.plan.model.max_positions),
         max_row=max_row(base.config),
-        wrap_classes=_wrap_classes(seen.plan, base),
+        wrap_classes=wrap_classes,
     )
     return findings
 
 
-def _wrap_classes(plan: RunPlan, base: nn.Module) -> tuple[str, ...]:
-    """Returns the classes to wrap; empty if one is unknown, which check_wrap_classes reports."""
-    fsdp = plan.parallelism.fsdp
-    if fsdp.auto_wrap_policy is not AutoWrapPolicy.TRANSFORMER_BASED_WRAP:
-        return ()
-    try:
-        return layer_classes(base, fsdp.transformer_layer_cls_to_wrap)
-    except ConfigError:
-        return ()
-
-
-def can_attach(seen: ModelInspection) -> bool:
-    """Whether PEFT would get as far as adapters: no error so far except names that it ignores."""
-    return not any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in seen.findings)
-
-
 def attach_adapters(seen: ModelInspection) -> Iterable[Finding]:
-    """Fills in `attached` or `conflict`."""
+    """Fills in `attached`, or reports why the settings cannot work with this model."""
+    if any(finding.severity == "error" and finding.rule not in _PEFT_DOES_NOT_MIND for finding in seen.findings):
+        return ()
     try:
         seen.attached = _attached(seen.plan, seen.base, seen.directory)
     except TrainerError as error:
-        seen.conflict = error
+        return [attaching_error(seen, error)]
     return ()
-
-
-def has_conflict(seen: ModelInspection) -> bool:
-    return seen.conflict is not None
-
-
-def check_conflict(seen: ModelInspection) -> Iterator[Finding]:
-    """Reports why the settings cannot work with this model."""
-    if seen.conflict is not None:
-        yield attaching_error(seen, seen.conflict)
 
 
 def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> AttachedModel:
@@ -117,14 +96,14 @@ def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> Attached
     units = unit_names(model, plan.parallelism.fsdp)
     if plan.parallelism.fsdp.version == 1:
         check_adapter_bits(plan, stored)
-        # check_stacked_weights says more about stacked weights.
+        # For stacked weights, check_stacked_weights has a better explanation.
         if plan.parallelism.world_size == 1 or not any(isinstance(module, ParamWrapper) for module in model.modules()):
             check_flat_units(model, units, plan.parallelism.fsdp)
     return AttachedModel(model, saved_names, tuple(units))
 
 
 def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.Module, dict[str, str]]:
-    """Returns the model that is trained, and the name in the file of each trained parameter."""
+    """Returns the model that is trained, and for each trained parameter its name -> its name in the saved file."""
     if not plan.method.trains_adapter:
         return base, {name: name for name, _ in base.named_parameters()}
     adapted = attach_skeleton_adapters(base, plan, directory)
@@ -132,7 +111,7 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
         return adapted, stored_names(adapted)
     except (TrainerError, MemoryError):
         raise
-    except Exception as error:  # a method of PEFT that looks at values to say what it would save
+    except Exception as error:  # some methods of PEFT look at values to know what they would save
         raise ConfigError(
             f"spec.method: PEFT cannot say what it would save of this model: {type(error).__name__}: {error}",
             "use another method, or other settings of it",
@@ -141,7 +120,7 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
 
 def describe_structure(seen: ModelInspection) -> Iterable[Finding]:
     """Fills in `structure`."""
-    if seen.loaded is None:
+    if seen.loaded is None or seen.is_refused:
         return ()
     loaded, model, units = seen.loaded, seen.trained.model, seen.trained.units
     stored = stored_dtype(seen.directory)
@@ -187,11 +166,10 @@ def _name(dtype: torch.dtype | None) -> str:
 
 
 def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | None:
-    """Returns the most positions of one document; None if the configuration does not say.
+    """Returns the largest number of positions in a document; None if the configuration does not say.
 
-    wanted: the job's number for rotary positions, which have no table that ends.
-    Positions are often stretched in the configuration alone, as Qwen's model cards show for YaRN: `max_position_embeddings` then
-    keeps its value.
+    wanted: the number that the job sets for rotary positions, which are not limited by a table. Positions are often stretched by
+    a factor in the configuration, as Qwen's model cards show for YaRN, while `max_position_embeddings` keeps its value.
     """
     written = getattr(config, "max_position_embeddings", None)
     if type(written) is not int:
@@ -201,13 +179,13 @@ def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | 
 
 
 def max_row(config: PreTrainedConfig) -> int | None:
-    """Returns the most tokens in one row of a batch; None if unlimited. MPT's code makes its biases for this many keys only."""
+    """Returns the largest number of tokens in a row of a batch; None if unlimited. MPT's code makes biases for so many keys."""
     written = getattr(config, "max_seq_len", None)
     return written if config.model_type == "mpt" and type(written) is int else None
 
 
 def _ropes(config: PreTrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Yields the rotary parameters: one set, or one for each kind of layer."""
+    """Yields the sets of rotary parameters: one, or one for each kind of layer."""
     ropes = getattr(config, "rope_parameters", None)
     if isinstance(ropes, dict):
         yield from (rope for rope in (ropes, *ropes.values()) if isinstance(rope, dict))

@@ -1,9 +1,12 @@
-"""The inspection of a model: loaded, observed and with its adapters, as far as known, and the conditions that checks need."""
+"""Defines what preflight knows of a model (loaded, observed, with its adapters), and runs checks that read and extend this."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,32 +14,34 @@ from transformers import PreTrainedModel
 from finetune_job.finding import Finding
 from finetune_job.plan.method_plan import LoraPlan
 from finetune_job.plan.run_plan import Choice, RunPlan
-from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.module_use import ModuleUses, ObservedUse
 from finetune_trainer.inspection.report import ModelStructure
+from finetune_trainer.preflight.inspection import is_refused
+
+Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The base model on the meta device, and its properties that adapters would hide."""
+    """The base model on the meta device, and properties of it that adapters would hide."""
 
     base: PreTrainedModel
     vocabulary_size: int
-    """Rows of the input embedding."""
+    """Number of rows of the input embedding."""
     padding_row: int | None
     max_positions: int | None
     max_row: int | None
-    """See ModelStructure."""
+    """Longest row of a batch, as in ModelStructure."""
     wrap_classes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class AttachedModel:
-    """The model that is trained: with its adapters, or the base model itself."""
+    """The model that is trained: the base with its adapters, or the base itself."""
 
     model: nn.Module
     saved_names: dict[str, str]
-    """The name in the file of each trained parameter, by its name."""
+    """Name of each trained parameter -> its name in the saved file."""
     units: tuple[str, ...]
     """Names of the modules that become FSDP units."""
 
@@ -49,80 +54,70 @@ class ModelInspection:
     directory: Path
     findings: list[Finding] = field(default_factory=list)
     observed: ObservedUse | None = None
-    """A small model of the same architecture and how it uses its modules; None if none could be computed."""
+    """A small model of the same architecture and the use of its modules; None if no such model could be computed."""
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
     precision: tuple[Choice, ...] = ()
-    """The precision of the computation if the plan left it open; `plan` then holds it as well."""
+    """The choice of the precision, if the plan left it open. `plan` then also contains the choice."""
     attention_problem: str = ""
-    """Why attention cannot be computed from document bounds; empty if it can, or if varlen was not considered."""
-    conflict: TrainerError | None = None
-    """Why no adapters could be attached to the loaded model."""
+    """The reason why attention cannot be computed from document bounds; empty if it can, or if varlen was not considered."""
     structure: ModelStructure | None = None
 
     @property
     def base(self) -> PreTrainedModel:
-        """The base model, for checks that need `is_loaded`."""
-        if self.loaded is None:
-            raise LookupError("the model is not loaded")
-        return self.loaded.base
+        """The base model. Raises MissingPartError."""
+        return _required(self.loaded).base
 
     @property
     def trained(self) -> AttachedModel:
-        """The trained model, for checks that need `is_attached`."""
-        if self.attached is None:
-            raise LookupError("the adapters are not attached")
-        return self.attached
+        """The trained model. Raises MissingPartError."""
+        return _required(self.attached)
 
     @property
     def lora(self) -> LoraPlan:
-        """LoRA's settings, for checks that need `trains_lora`."""
-        if self.plan.method.lora is None:
-            raise LookupError("the method has no LoRA settings")
-        return self.plan.method.lora
+        """LoRA's settings. Raises MissingPartError."""
+        return _required(self.plan.method.lora)
 
     @property
     def uses(self) -> ModuleUses:
-        """The observed uses, for checks that need `is_observed`."""
-        if self.observed is None:
-            raise LookupError("no small model was observed")
-        return self.observed.uses
+        """The observed uses of modules. Raises MissingPartError."""
+        return _required(self.observed).uses
 
     @property
     def known_structure(self) -> ModelStructure:
-        """The structure, for checks that need `has_structure`."""
-        if self.structure is None:
-            raise LookupError("the structure is not known")
-        return self.structure
+        """The structure of the trained model. Raises MissingPartError."""
+        return _required(self.structure)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a check has reported an error so far."""
+        return is_refused(self.findings)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the model is sharded, because there is more than one rank."""
+        return self.plan.parallelism.world_size > 1
 
 
-def is_observed(seen: ModelInspection) -> bool:
-    return seen.observed is not None
+class MissingPartError(LookupError):
+    """A part of the inspection is missing: the job has none, or no earlier check could fill it in."""
 
 
-def is_loaded(seen: ModelInspection) -> bool:
-    return seen.loaded is not None
+def _required(part: Part | None) -> Part:
+    if part is None:
+        raise MissingPartError
+    return part
 
 
-def is_attached(seen: ModelInspection) -> bool:
-    return seen.attached is not None
+Check = Callable[[ModelInspection], Iterable[Finding]]
+"""A function that returns findings. Some checks also fill in a part of the inspection that later checks read."""
 
 
-def has_structure(seen: ModelInspection) -> bool:
-    return seen.structure is not None
+def run_checks(checks: Iterable[Check], seen: ModelInspection) -> None:
+    """Runs the checks in order and adds their findings to `seen.findings`.
 
-
-def trains_lora(seen: ModelInspection) -> bool:
-    return seen.plan.method.lora is not None
-
-
-def has_method_settings(seen: ModelInspection) -> bool:
-    return seen.plan.method.adapter is not None
-
-
-def is_sharded(seen: ModelInspection) -> bool:
-    return seen.plan.parallelism.world_size > 1
-
-
-def is_version_1(seen: ModelInspection) -> bool:
-    return seen.plan.parallelism.fsdp.version == 1
+    A check that needs a missing part is skipped: if the job should have the part, an earlier finding explains why it is missing.
+    """
+    for check in checks:
+        with suppress(MissingPartError):
+            seen.findings += list(check(seen))

@@ -1,8 +1,8 @@
-"""Checks that the names in the adapter settings match something in this model, by PEFT's own rules (name_matching.py).
+"""Checks that the names in an adapter's settings match something in this model by PEFT's own rules (name_matching.py).
 
-PEFT itself raises only if nothing at all matches: it silently drops one wrong name among right ones, and all patterns that
-match nothing (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key).
-In: settings and names of the model's modules. Out: findings with near matches, for adapter_names.py, which has the model.
+PEFT itself raises an error only if no name matches. It silently ignores a wrong name among right names, and all patterns that
+match nothing (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key). adapter_names.py, which has
+the model, gives settings and names of modules, and gets findings that propose similar names.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from finetune_trainer.preflight.name_matching import (
 )
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
-"""Dimensions of a parameter that holds one matrix per expert, and of those that LoRA adapts (peft's ParamWrapper)."""
+"""Numbers of dimensions: of a parameter with a matrix for each expert, and of those that LoRA adapts (peft's ParamWrapper)."""
 Names = Collection[str] | Mapping[str, Any]
-"""A list of names, or a mapping with patterns as keys."""
+"""A list of names, or a mapping whose keys are patterns."""
 
 
 def wrong_module_names(
@@ -40,7 +40,7 @@ def wrong_module_names(
     parameters: Collection[str] = (),
     understood: Collection[str] = (),
 ) -> list[Finding]:
-    """Returns a finding for each name without a match.
+    """Returns the findings about names and patterns in LoRA's settings.
 
     `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules;
     `parameters`: names of all parameters; `understood`: targets that PEFT takes for something else.
@@ -59,16 +59,11 @@ def wrong_module_names(
             depending=_layer_settings(place, lora.layers_to_transform),
         ),
         *_without_match(
-            "target-module-unknown",
-            f"{place}.excludeModules",
-            lora.exclude_modules,
-            adaptable,
-            matches=is_target,
-            reason=nothing,
+            "target-module-unknown", f"{place}.excludeModules", lora.exclude_modules, adaptable, matches=is_target, reason=nothing
         ),
         *_left_out(lora, adaptable),
     ]
-    numbers = {int(found.group(1)) for module in adaptable if (found := LAYER.match(module))}
+    numbers = {int(match.group(1)) for module in adaptable if (match := LAYER.match(module))}
     findings += _no_such_layers(lora.layers_to_transform or (), numbers, place)
     findings += _in_other_layers(lora.target_modules, lora.layers_to_transform or (), modules, (), place)
     reason = "names no module of this model"
@@ -76,7 +71,7 @@ def wrong_module_names(
         "saved-module-unknown", f"{place}.modulesToSave", lora.modules_to_save, modules, matches=is_saved, reason=reason
     )
     reason = "matches no linear layer or embedding of this model, so it would change nothing"
-    matched = [*adaptable, *(name for name in parameters if any(targets(each, name) for each in lora.target_parameters))]
+    matched = [*adaptable, *(name for name in parameters if any(targets(target, name) for target in lora.target_parameters))]
     for field, patterns in (("rankPattern", lora.rank_pattern), ("alphaPattern", lora.alpha_pattern)):
         findings += _without_match(
             "adapter-pattern-unmatched", f"{place}.{field}", patterns, matched, matches=pattern_matches, reason=reason
@@ -88,11 +83,11 @@ def wrong_module_names(
 def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Finding]:
     """Returns a finding for each name of targetParameters without a match.
 
-    `parameters`: the number of dimensions by name, of all parameters of the base.
+    `parameters`: name of each parameter of the base -> its number of dimensions.
     """
     field = "spec.method.lora.targetParameters"
     wrong: dict[str, tuple[str, str]] = {}
-    """Message and fix by name."""
+    """Name -> message and fix."""
     instead: dict[str, str | None] = {}
     for name in lora.target_parameters:
         found = {parameter: dimensions for parameter, dimensions in parameters.items() if targets(name, parameter)}
@@ -100,16 +95,21 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
             stacked = [parameter for parameter, dimensions in parameters.items() if dimensions == STACKED_DIMENSIONS]
             near = difflib.get_close_matches(name, _endings(stacked or parameters, 3), n=3, cutoff=0.4)
             known = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names."
-            held = ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
-            wrong[name] = ("names no parameter of this model", f"{known} It has {held}")
-            # For a model without stacked parameters the linear layers have to be named, in another field.
+            known_parameters = (
+                ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
+            )
+            wrong[name] = ("names no parameter of this model", f"{known} It has {known_parameters}")
+            # Without stacked parameters, no name in this field can replace it: linear layers are named in targetModules.
             instead[name] = near[0] if near and stacked else None
-        elif flat := next((each for each, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
+        elif flat := next((parameter for parameter, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
             message = f"names {flat}, which has {found[flat]} dimension; LoRA adapts parameters of two or three"
             wrong[name] = (message, "remove it, or name it in modulesToSave")
             instead[name] = None
     changes = {field: _put_right(lora.target_parameters, instead)}
-    return [_of_name("target-parameter-unknown", field, name, *said, changes=changes) for name, said in wrong.items()]
+    return [
+        _of_name("target-parameter-unknown", field, name, *message_and_fix, changes=changes)
+        for name, message_and_fix in wrong.items()
+    ]
 
 
 def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
@@ -126,16 +126,16 @@ def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
 
 
 def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
-    """Reports targets of which nothing is left: PEFT silently drops modules that are excluded or saved whole."""
+    """Reports targets that match only modules that are excluded or trained whole, to which PEFT silently gives no adapter."""
     field = "spec.method.lora.targetModules"
     findings = []
     for name in lora.target_modules:
         named = [module for module in adaptable if name != ALL_LINEAR and targets(name, module)]
-        if named and all(any(targets(each, module) for each in lora.exclude_modules) for module in named):
+        if named and all(any(targets(excluded, module) for excluded in lora.exclude_modules) for module in named):
             reason = "is excluded by excludeModules everywhere, so it gets no adapter"
             fix = "remove it from targetModules or from excludeModules"
             findings.append(_of_name("target-module-excluded", field, name, reason, fix))
-        if named and all(any(is_inside(each, module) for each in lora.modules_to_save) for module in named):
+        if named and all(any(is_inside(saved, module) for saved in lora.modules_to_save) for module in named):
             reason = "is saved whole by modulesToSave, so PEFT gives it no adapter as well"
             fix = "remove it from targetModules, because it is trained anyway, or from modulesToSave"
             findings.append(_of_name("target-module-saved-whole", field, name, reason, fix))
@@ -143,7 +143,7 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
 
 
 def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[str]) -> list[Finding]:
-    """PEFT takes the first pattern that matches; adapter_config.json has them in alphabetical order, as the plan does."""
+    """Reports a module that several patterns match, of which PEFT uses the first in alphabetical order."""
     for module in adaptable:
         matching = [pattern for pattern in patterns if pattern_matches(pattern, [module])]
         if len({patterns[pattern] for pattern in matching}) > 1:
@@ -154,7 +154,7 @@ def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[
 
 
 def _endings(names: Collection[str], parts: int) -> list[str]:
-    """Returns the last `parts` parts of the names, without repetition."""
+    """Returns the last `parts` parts of each name, without duplicates."""
     return list(dict.fromkeys(".".join(name.split(".")[-parts:]) for name in names))
 
 
@@ -163,15 +163,15 @@ def _no_such_layers(
 ) -> list[Finding]:
     last = max(numbers, default=0)
     field = f"{place}.layersToTransform"
-    left = [each for each in written if each in numbers]
-    # A pattern says where these layers are counted, and is refused without any.
+    left = [number for number in written if number in numbers]
+    # A pattern says which layers are counted. It is refused without layers, so it is removed with the last of them.
     changes = {field: left or None} | ({f"{place}.layersPattern": None} if patterns and not left else {})
     return [
         make_finding(
             "layer-number-unknown",
             field=field,
             value=str(number),
-            message=f"the model has no layer {number}; PEFT would leave it out without a word",
+            message=f"the model has no layer {number}; PEFT would silently leave it out",
             fix=f"write numbers from 0 to {last}",
             changes=changes,
         )
@@ -183,7 +183,7 @@ def _no_such_layers(
 def _in_other_layers(
     names: Iterable[str], layers: Collection[int], modules: Collection[str], patterns: Collection[Any], place: str
 ) -> list[Finding]:
-    """PEFT restricts only modules that it finds by the end of their names to the chosen layers."""
+    """Reports full names of modules in layers that are not chosen: PEFT applies the choice only to names that are ends."""
     field = f"{place}.layersToTransform"
     beyond = {name: layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
     beyond = {name: numbers for name, numbers in beyond.items() if numbers}
@@ -204,31 +204,8 @@ def _in_other_layers(
     ]
 
 
-def _no_such_sequence(field: str, patterns: Any) -> Finding:
-    return make_finding(
-        "adapter-pattern-unmatched",
-        field=field,
-        value=str(patterns),
-        message=f"{patterns!r} names no part of this model that has numbered layers, so no layer would be found",
-        fix="remove it: layers are then counted wherever the model numbers its modules",
-        changes={field: None},
-    )
-
-
-def _matches_no_module(field: str, text: str, modules: Iterable[str]) -> Finding:
-    message = f'"{text}" is a text and so a regular expression, which matches no module\'s whole name: it would choose nothing'
-    return make_finding(
-        "target-module-unknown",
-        field=field,
-        value=text,
-        message=message,
-        fix=r"write names in a list, as in [q_proj, v_proj], or an expression on whole names, as in .*\.q_proj",
-        changes={field: [text] if is_target(text, modules) else None},
-    )
-
-
 def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Collection[str]) -> list[Finding]:
-    """Reports settings that PEFT's configuration of this method does not take, and targets that match no module."""
+    """Reports settings that PEFT's configuration of this method does not accept, and names that match no module."""
     values, wrong = peft_fields(method, adapter.settings)
     findings = [
         make_finding(
@@ -256,7 +233,17 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
         )
         text = adapter.settings.get(setting)
         if text and isinstance(text, str) and not is_expression_for(text, modules):
-            findings.append(_matches_no_module(f"{place}.{setting}", text, modules))
+            findings.append(
+                make_finding(
+                    "target-module-unknown",
+                    field=f"{place}.{setting}",
+                    value=text,
+                    message=f'"{text}" is a string, not a list, and so a regular expression. It matches no module\'s '
+                    "whole name, so it would choose nothing",
+                    fix=r"write names in a list, as in [q_proj, v_proj], or an expression on whole names, as in .*\.q_proj",
+                    changes={f"{place}.{setting}": [text] if is_target(text, modules) else None},
+                )
+            )
     names = _names(adapter, "modulesToSave")
     findings += _without_match("saved-module-unknown", f"{place}.modulesToSave", names, modules, matches=is_saved, reason=reason)
     written = values.get("layers_to_transform")
@@ -265,7 +252,16 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
     patterns = [patterns] if isinstance(patterns, str) else patterns
     numbers = layer_numbers(patterns, modules)
     if layers and not numbers:
-        findings.append(_no_such_sequence(f"{place}.layersPattern", patterns))
+        findings.append(
+            make_finding(
+                "adapter-pattern-unmatched",
+                field=f"{place}.layersPattern",
+                value=str(patterns),
+                message=f"{patterns!r} names no part of this model that has numbered layers, so no layer would be found",
+                fix="remove it: layers are then counted wherever the model numbers its modules",
+                changes={f"{place}.layersPattern": None},
+            )
+        )
     else:
         findings += _no_such_layers(layers, numbers, place, patterns)
         findings += _in_other_layers(_names(adapter, "targetModules"), layers, modules, patterns, place)
@@ -279,26 +275,18 @@ def wrong_method_settings(method: MethodType, adapter: AdapterPlan, modules: Col
 
 
 def _names(adapter: AdapterPlan, setting: str) -> list[str]:
-    """Returns a list of names; empty if it is unset or a regular expression."""
+    """Returns the names in a setting; empty if it is unset or a regular expression."""
     written = adapter.settings.get(setting)
     return [name for name in written if isinstance(name, str)] if isinstance(written, list) else []
 
 
-def _of_name(
-    rule: str,
-    field: str,
-    value: str,
-    message: str,
-    fix: str,
-    *,
-    changes: Mapping[str, Any] | None = None,
-) -> Finding:
+def _of_name(rule: str, field: str, value: str, message: str, fix: str, *, changes: Mapping[str, Any] | None = None) -> Finding:
     """Makes a finding whose message begins with the name that it is about."""
     return make_finding(rule, field=field, value=value, message=f"{value!r} {message}", fix=fix, changes=changes)
 
 
 def _layer_settings(place: str, layers: Any, patterns: Any = None) -> list[str]:
-    """Returns the set fields that choose layers; the rule book allows them only with explicit targets."""
+    """Returns those fields that choose layers and are set. The rule book allows them only with explicit targets."""
     written = {f"{place}.layersToTransform": layers, f"{place}.layersPattern": patterns}
     return [field for field, value in written.items() if value not in (None, [], (), "")]
 
@@ -313,16 +301,16 @@ def _without_match(
     reason: str,
     depending: Collection[str] = (),
 ) -> list[Finding]:
-    """Returns a finding for each name that matches nothing. The changes replace each by the nearest name, or remove it.
+    """Returns a finding for each name that matches nothing. The changes replace each such name by the most similar, or remove it.
 
-    `depending`: fields that are removed as well if no name is left.
+    `depending`: fields that are also removed if no name is left.
     """
     wrong = [name for name in names if not matches(name, modules)]
     if not wrong:
         return []
     endings = sorted({module.rsplit(".", 1)[-1] for module in modules if not module.rsplit(".", 1)[-1].isdigit()} - {""})
     near = {name: difflib.get_close_matches(name, endings, n=3, cutoff=0.6) for name in wrong}
-    right = _put_right(names, {name: found[0] if found else None for name, found in near.items()})
+    right = _put_right(names, {name: similar[0] if similar else None for name, similar in near.items()})
     changes = {field: right} | (dict.fromkeys(depending) if right is None else {})
     return [
         make_finding(
@@ -339,7 +327,7 @@ def _without_match(
 
 
 def _put_right(names: Names, instead: Mapping[str, str | None]) -> list[str] | dict[str, Any] | None:
-    """Returns the names with some replaced; None if nothing is left. Names that are right already stay as they are."""
+    """Returns the names, some replaced or removed as `instead` says; None if nothing is left. All other names stay."""
     new = {name: instead.get(name, name) for name in names}
     if isinstance(names, Mapping):
         moved = {str(right): names[name] for name, right in new.items() if right is not None and right not in names}

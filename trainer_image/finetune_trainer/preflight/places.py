@@ -1,6 +1,6 @@
-"""Checks that a job's directories can be written and hold nothing of others. Leaves nothing behind.
+"""Checks that a job's directories are writable, have room, and hold no results of other jobs. Leaves nothing behind.
 
-This module is light: the command line uses it before anything heavy is imported (roles/look.py).
+This module is light, since the command line uses it before anything heavy is imported (roles/look.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_job.finding import Finding
 
 
 def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding | None:
-    """Writes and removes a file in the directory, or in its nearest parent that exists."""
+    """Reports a directory that is not writable. Writes and removes a file there, or in the nearest parent that exists."""
     claim = claims_root / location.claim
     address = f"pvc://{location.claim}/{location.path}"
     if not claim.is_dir():
@@ -45,7 +45,7 @@ def not_writable(field: str, location: ClaimPath, claims_root: Path) -> Finding 
 
 
 def no_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes: int, what: str) -> Finding | None:
-    """Reports a claim with less than `needed_bytes` free."""
+    """Reports a claim that has less than `needed_bytes` free."""
     statistics = os.statvfs(_nearest_existing(claims_root / location.claim / location.path))
     free_bytes = statistics.f_bavail * statistics.f_frsize
     if free_bytes >= needed_bytes:
@@ -54,13 +54,13 @@ def no_room(field: str, location: ClaimPath, claims_root: Path, needed_bytes: in
         "claim-too-small",
         field=field,
         value=f"pvc://{location.claim}/{location.path}",
-        message=f"{what} need {_shown(needed_bytes)}, the claim has {_shown(free_bytes)} free",
+        message=f"{what} need {_shown(needed_bytes)}, but the claim has {_shown(free_bytes)} free",
         fix="enlarge the claim, or make room on it",
     )
 
 
 def not_vacant(field: str, location: ClaimPath, results: Iterable[Path]) -> Finding | None:
-    """Reports `results` that exist: another job's results are never overwritten."""
+    """Reports existing `results`, since results of another job are never overwritten."""
     taken = [path.name for path in results if path.exists()]
     if not taken:
         return None

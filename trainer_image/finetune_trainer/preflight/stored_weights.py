@@ -1,7 +1,7 @@
-"""Checks settings against the stored weights: element types that do not fit together, rows of zeros for DoRA, and weights that
-take too long to decompose.
+"""Checks settings against the stored weights. Reports element types that do not fit together, rows of zeros for DoRA, and weights
+that take too long to decompose.
 
-Only the check of zero rows reads weight values: one value of each row, and whole rows only if it is zero.
+Only the check of zero rows reads weights: one value of each row, and the row if it is zero; or blocks to check columns.
 """
 
 from __future__ import annotations
@@ -40,92 +40,70 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
     "F16": (np.dtype("<u2"), 0x7FFF),
     "BF16": (np.dtype("<u2"), 0x7FFF),
 }
-"""The bits of a value as a whole number, and those of them that are not its sign, by element type."""
+"""Element type -> integer type of its bits, and a mask of all bits but the sign."""
 SECONDS_PER_PRODUCT = 0.4e-9
-"""Seconds of a decomposition on one CPU, over the product of the larger side and the square of the smaller one: 0.2 to 0.32
-measured.
-"""
+"""Seconds to decompose a matrix on one CPU, divided by larger side times smaller side squared. 0.2 to 0.32 ns were measured."""
 LONGEST_DECOMPOSITION_SECONDS = 3600.0
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
-"""Inits under which the first norms are those of the base's own rows. This includes orthogonal factors, except for rounding
-to 16 bits.
-"""
+"""Initial values with which the first norms are those of the base's own rows. In float32, ORTHOGONAL also belongs here."""
 
 
 def check_element_types(seen: ModelInspection) -> list[Finding]:
     """Returns the findings about the adapted model."""
-    dtypes = resolve_dtypes(seen.plan, stored_dtype(seen.directory))
-    return [
-        *_trained_in_float16(seen.trained.model, seen.plan),
-        *_packed_and_cast(seen.plan, dtypes, packed_dtype(seen.plan, dtypes)),
-    ]
+    model, dtypes = seen.trained.model, resolve_dtypes(seen.plan, stored_dtype(seen.directory))
+    return [*_trained_in_float16(model, seen.plan), *_packed_and_cast(seen.plan, dtypes, packed_dtype(seen.plan, dtypes))]
 
 
 def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
     wrong = [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.dtype is torch.float16]
     if not wrong or plan.training.optimizer is OptimizerName.SGD:
         return
-    first = plan.parallelism.fsdp.version == 1 and plan.parallelism.world_size > 1
-    reason = (
-        f"{len(wrong)} parameters are trained in float16, first {wrong[0]}: squares of gradients below 2e-4 and Adam's epsilon "
-    )
-    reason += "are zero in it, and the first steps divide by zero"
-    fix = "set spec.model.dtype: bfloat16"
+    field, fix = "spec.model.dtype", "set spec.model.dtype: bfloat16"
+    changes: dict[str, str | None] = {field: "bfloat16"}
     if plan.method.lora is not None:
-        fix += ", or hold adapters in float32: autocastAdapterDtype: true" + (" and peftWrapPolicy: true" if first else "")
-        # Float32 adapters may need other units than those that were written for float16 adapters.
-        units = (f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if first else ()
-        changes = dict.fromkeys((AUTOCAST, *units), None)
-        yield make_finding("trained-in-float16", field=AUTOCAST, value="float16", message=reason, fix=fix, changes=changes)
-    else:
-        yield make_finding(
-            "trained-in-float16",
-            field="spec.model.dtype",
-            value="float16",
-            message=reason,
-            fix=fix,
-            changes={"spec.model.dtype": "bfloat16"},
-        )
+        is_first = plan.parallelism.fsdp.version == 1 and plan.parallelism.world_size > 1
+        field = AUTOCAST
+        fix += ", or hold adapters in float32: autocastAdapterDtype: true" + (" and peftWrapPolicy: true" if is_first else "")
+        # Float32 adapters may need different FSDP units from the manifest's float16 adapters, so settings of units are removed.
+        changes = dict.fromkeys((AUTOCAST, *((f"{FSDP}.peftWrapPolicy", f"{FSDP}.useOrigParams") if is_first else ())), None)
+    yield make_finding(
+        "trained-in-float16",
+        field=field,
+        value="float16",
+        message=f"{len(wrong)} parameters are trained in float16, first {wrong[0]}: squares of gradients below 2e-4 and Adam's "
+        "epsilon are zero in it, and the first steps divide by zero",
+        fix=fix,
+        changes=changes,
+    )
 
 
 def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) -> Iterator[Finding]:
-    """Reports a conflict only if the type of the computation, or of the base, follows from the stored weights.
+    """Reports packed weights whose storage type differs from the compute type, if the compute type follows from the weights.
 
-    The rule book reports all others. `packed`: element type as which 4-bit weights are stored.
+    The rule book reports all other conflicts. `packed`: element type in which 4-bit weights are stored.
     """
-    quantization, version = plan.method.quantization, plan.parallelism.fsdp.version
+    quantization = plan.method.quantization
     if quantization is None or quantization.bits == 8 or plan.parallelism.world_size == 1 or not packed.is_floating_point:
         return
     cast = resolve_casts(plan, dtypes, plan.parallelism.world_size).by_fsdp
     if cast in (None, packed):
         return
-    computed = dtype_name(cast)
-    reason = f"packed weights stored as {dtype_name(packed)} would be converted to {computed} like numbers, which destroys them"
-    if version == 1:
-        fix = f"leave {PARAM_DTYPE} out, or set spec.training.precision: fp32"
-        yield make_finding(
-            "qlora-storage-not-param-dtype",
-            field=PARAM_DTYPE,
-            value=computed,
-            message=reason,
-            fix=fix,
-            changes={PARAM_DTYPE: None},
-        )
-    else:
-        fix = f"leave {STORAGE} out"
-        yield make_finding(
-            "qlora-storage-not-param-dtype",
-            field=STORAGE,
-            value=dtype_name(packed),
-            message=reason,
-            fix=fix,
-            changes={STORAGE: None},
-        )
+    is_first = plan.parallelism.fsdp.version == 1
+    field, value = (PARAM_DTYPE, dtype_name(cast)) if is_first else (STORAGE, dtype_name(packed))
+    yield make_finding(
+        "qlora-storage-not-param-dtype",
+        field=field,
+        value=value,
+        message=f"packed weights stored as {dtype_name(packed)} would be converted to {dtype_name(cast)} like numbers, which "
+        "destroys them",
+        fix=f"leave {field} out" + (", or set spec.training.precision: fp32" if is_first else ""),
+        changes={field: None},
+    )
 
 
 def check_zero_rows(seen: ModelInspection) -> list[Finding]:
-    """Reports the first weight with such a row."""
+    """Reports the first weight that has a row or column of zeros, by which DoRA would divide."""
     model, lora = seen.trained.model, seen.lora
     if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
         return []
@@ -139,20 +117,24 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
         weight = layer.get_base_layer().weight
         if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
             continue
-        # A weight with trained rows is made again for each reader, and refused elsewhere (attached.py).
-        header = _stored(names.get(id(weight), []), headers)
-        # A layer whose weight a loader combines from several stored ones is left to the trainer.
+        # Not for a weight with trained rows, which is computed for each use; attached.py refuses it. The files hold a tied weight
+        # under one of its names.
+        header = next((headers[other] for other in names.get(id(weight), []) if other in headers), None)
+        # If a loader combines a weight from several stored tensors, the check is left to the trainer.
         if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:
             continue
         by_column = bool(layer.lora_magnitude_vector[ADAPTER].fan_in_fan_out)
         number = _zero_column(header) if by_column else _zero_row(header)
         if number is not None:
-            return [_zero(base_name(f"{name}.weight").removesuffix(".weight"), "column" if by_column else "row", number)]
+            module = base_name(f"{name}.weight").removesuffix(".weight")
+            message, fix = zero_row(module, "column" if by_column else "row", number)
+            field = "spec.method.lora.targetModules"
+            return [make_finding("dora-zero-row", field=field, value=module, message=message, fix=fix)]
     return []
 
 
 def check_decomposition(seen: ModelInspection) -> list[Finding]:
-    """Reports decompositions, of every singular value of every weight, that would take longer than a job should wait."""
+    """Reports a job that would wait too long for its decompositions (all singular values of all adapted weights)."""
     if seen.lora.init_lora_weights is not LoraInit.PISSA or not isinstance(seen.trained.model, PeftModel):
         return []
     layers = lora_layers(seen.trained.model).values()
@@ -174,13 +156,8 @@ def check_decomposition(seen: ModelInspection) -> list[Finding]:
 
 
 def decomposition_seconds(shapes: Iterable[tuple[int, int]], cpus: int) -> float:
-    """Estimates the time of LAPACK's decomposition of weights [outputs, inputs], one after the other."""
+    """Estimates the seconds that LAPACK needs to decompose weights [outputs, inputs], one after the other."""
     return sum(max(shape) * min(shape) ** 2 for shape in shapes) * SECONDS_PER_PRODUCT / cpus
-
-
-def _stored(names: list[str], headers: Mapping[str, TensorHeader]) -> TensorHeader | None:
-    """Finds a weight in the files, where a tied one has only one of its names."""
-    return next((headers[name] for name in names if name in headers), None)
 
 
 def _bits(header: TensorHeader) -> Any:
@@ -189,14 +166,14 @@ def _bits(header: TensorHeader) -> Any:
 
 
 def _zero_row(header: TensorHeader) -> int | None:
-    """Returns the number of the first row whose values are all zero."""
+    """Returns the number of the first row whose values are all zero; None if there is none."""
     bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
     candidates = np.flatnonzero((bits[:, 0] & mask) == 0)
     return next((int(row) for row in candidates if not (bits[row] & mask).any()), None)
 
 
 def _zero_column(header: TensorHeader) -> int | None:
-    """Returns the number of the first column whose values are all zero; the first rows usually decide."""
+    """Returns the number of the first column whose values are all zero; None if there is none, as the first rows usually show."""
     bits, (_, mask) = _bits(header), MAGNITUDES[header.dtype]
     is_zero = np.ones(header.shape[1], dtype=bool)
     for first in range(0, header.shape[0], BLOCK_ROWS):
@@ -204,8 +181,3 @@ def _zero_column(header: TensorHeader) -> int | None:
         if not is_zero.any():
             return None
     return int(np.flatnonzero(is_zero)[0])
-
-
-def _zero(module: str, kind: str, number: int) -> Finding:
-    message, fix = zero_row(module, kind, number)
-    return make_finding("dora-zero-row", field="spec.method.lora.targetModules", value=module, message=message, fix=fix)

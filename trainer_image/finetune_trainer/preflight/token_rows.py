@@ -1,5 +1,5 @@
-"""Checks rows of the embedding by token: rows that every chat needs and the base never learnt, and trained rows that no record
-reads.
+"""Checks tokens' rows of the embedding. Reports rows that chats need but the base never learnt, and trained rows that no record
+uses.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from finetune_job.api.method import MethodType
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.module_names import TOKEN_EMBEDDINGS
-from finetune_job.plan.method_plan import MethodPlan
 from finetune_job.plan.run_plan import RunPlan
 from finetune_job.rules.tokens import SAVED, TOKENS
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
 from finetune_trainer.data.shards import TRAIN, TokenShards, map_tables
-from finetune_trainer.data.template_probe import PROBE, chat_template
+from finetune_trainer.data.template_probe import PROBE, arguments_key, chat_template
 from finetune_trainer.files import open_regular
 from finetune_trainer.inspection.report import ModelStructure
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_checkpoint
 
 log = logging.getLogger(__name__)
 _BLOCK_TOKENS = 1 << 20
-"""Tokens read together while trained rows are looked up in the data."""
+"""Number of tokens of the data that are read at a time to find tokens in them."""
 
 
-def check_token_rows(seen: JobInspection) -> list[Finding]:
-    """Returns at most one finding; none if the template does not end, which the check of the records reports."""
-    plan, tokenizer, structure = seen.plan, seen.tokenizer, seen.known_structure
+def check_token_rows(seen: Inspection) -> list[Finding]:
+    """Reports rows of the chat template's tokens that the base never learnt. Other checks report a template that never ends."""
+    plan, tokenizer, structure = seen.plan, seen.tokenizer, seen.structure
     directory = seen.context.base_model
-    if plan.data.format is not DataFormat.CHAT:
+    if tokenizer is None or structure is None or plan.data.format is not DataFormat.CHAT:
         return []
     try:
         return run_sandboxed(lambda: _untrained(plan, tokenizer, structure, directory))
     except SandboxEndedError as error:
-        log.warning("rows of the template's tokens are not looked at: %s", error)
+        log.warning("rows of the template's tokens are not checked: %s", error)
         return []
 
 
 def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, directory: Path) -> list[Finding]:
     try:
-        text = chat_template(tokenizer, template_source(tokenizer, plan.data.chat_template)).render(PROBE)
+        text = chat_template(
+            tokenizer, template_source(tokenizer, plan.data.chat_template), (), arguments_key(plan.data.template_arguments)
+        ).render(PROBE)
     except ChatError:
-        return []  # said already
+        return []  # another check has reported this
     tokens = special_tokens(tokenizer, text)
     found: dict[str, list[int]] = {}
     for header in _vocabularies(structure, directory):
@@ -78,30 +79,30 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
 
 
 def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Returns the changes that train these rows: only the rows of an embedding, but all of a head, of which PEFT trains no rows.
+    """Returns the changes that train these rows: rows of an embedding, but the whole head, since PEFT trains no rows of it.
 
-    FSDP 1 does not take rows next to their embedding (the rule fsdp1-trainable-tokens), so there all of it is trained.
-    untrained: numbers of rows by the tensor's name.
+    FSDP 1 supports no training of single rows (the rule fsdp1-trainable-tokens), so there the whole embedding is trained.
+    untrained: tensor's name -> numbers of rows.
     """
     lora = plan.method.lora
     if lora is None:
         return {}
     modules = {name.removesuffix(".weight").rpartition(".")[2]: rows for name, rows in untrained.items()}
     if TOKEN_EMBEDDINGS.issuperset(modules) and plan.parallelism.fsdp.version == 2:
-        rows = {*lora.trainable_token_indices, *(row for each in modules.values() for row in each)}
+        rows = {*lora.trainable_token_indices, *(row for numbers in modules.values() for row in numbers)}
         return {f"spec.{TOKENS}": sorted(rows)}
     return {f"spec.{SAVED}": [*lora.modules_to_save, *sorted(modules)]}
 
 
 def special_tokens(tokenizer: Tokenizer, text: str) -> dict[int, str]:
-    """Returns the tokenizer's added tokens that a text holds, by their ids."""
+    """Returns id -> text of the tokenizer's added tokens that occur in `text`."""
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
     return {number: content for number, content in sorted(added.items()) if number in ids}
 
 
 def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHeader]:
-    """Returns the tensors with a row per token of which the job trains nothing."""
+    """Returns the stored tensors that have a row for each token and that the job does not train."""
     return [
         header
         for header in read_checkpoint(directory).tensors.values()
@@ -112,18 +113,27 @@ def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHead
 
 
 def _rows(header: TensorHeader, numbers: Sequence[int]) -> dict[int, bytes]:
-    """Returns the bytes of these rows by number."""
+    """Returns number of each of these rows -> its bytes."""
     length = header.shape[1] * DTYPE_BYTES[header.dtype]
     with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
         return {number: held[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
 
 
-def check_trained_rows(seen: JobInspection) -> list[Finding]:
-    """Returns at most one finding, about trained rows that no record reads."""
-    plan, padding_row = seen.plan, seen.known_structure.padding_row
-    prepared = seen.known_data.readable_at(seen.context.workspace.prepared)
-    field, written = _trained_rows(plan.method)
-    # The check of added tokens reports those.
+def check_trained_rows(seen: Inspection) -> list[Finding]:
+    """Reports trained rows that no training record uses, if the output head does not share them."""
+    plan, structure = seen.plan, seen.structure
+    if structure is None or not structure.trains_input_rows_alone or not seen.is_writable:
+        return []
+    prepared = seen.training_data()
+    if prepared is None:
+        return []
+    padding_row = structure.padding_row
+    if plan.method.adapter is not None:
+        field, written = "spec.method.settings.tokenIndices", plan.method.adapter.settings.get("tokenIndices") or ()
+    else:
+        field = "spec.method.lora.trainableTokenIndices"
+        written = () if plan.method.lora is None else plan.method.lora.trainable_token_indices
+    # The check of added tokens reports the job's added tokens.
     written = [token for token in written if seen.added is None or token not in seen.added.ids]
     unread = sorted(set(written) - (found_tokens(prepared, written, before_others=True) - {padding_row}))
     if not unread:
@@ -151,17 +161,10 @@ def check_trained_rows(seen: JobInspection) -> list[Finding]:
     ]
 
 
-def _trained_rows(method: MethodPlan) -> tuple[str, list[int]]:
-    """Returns the setting and its ids."""
-    if method.adapter is not None:
-        return "spec.method.settings.tokenIndices", list(method.adapter.settings.get("tokenIndices") or ())
-    return "spec.method.lora.trainableTokenIndices", list(method.lora.trainable_token_indices) if method.lora is not None else []
-
-
 def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool = False) -> set[int]:
-    """Returns those of the wanted tokens that a training record holds.
+    """Returns those wanted tokens that occur in training records.
 
-    before_others: counts a token only if another one of the same record follows; the last token of a record predicts nothing.
+    before_others: whether the last token of a record does not count, since nothing is predicted from it.
     """
     ends = map_tables(prepared, TRAIN).document_ends
     shards = TokenShards(prepared, TRAIN)
@@ -171,7 +174,7 @@ def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool
         stop = min(start + _BLOCK_TOKENS, num_tokens)
         tokens = shards.read(start, stop)[0].copy()
         if before_others:
-            # Ends are positions behind the last token.
+            # An end is the position after a document's last token.
             inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
             tokens[np.asarray(inside) - 1 - start] = -1
         found |= set(np.intersect1d(tokens, list(wanted)).tolist())

@@ -1,1 +1,1 @@
-"""How processes start, are bounded and end."""
+"""Starting, bounding and ending processes."""

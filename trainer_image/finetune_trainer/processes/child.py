@@ -1,11 +1,11 @@
-"""A child process that is not trusted: it has a deadline, its output is bounded, and nothing of it is unpickled.
+"""A child process that is not trusted: it has a deadline, and its output is bounded and never unpickled.
 
-A user's file may have taken over the child that works on it. So the parent keeps a bounded part of the output, treats it as text
-to be validated, and waits for nothing without a deadline, whatever the child closes or leaves open.
+A user's file may have taken control of the child that works on it. So the parent keeps a bounded part of the output, validates
+it, and always waits with a deadline, whatever the child closes or leaves open.
 
-There are two ways to start a child. `start` runs a program, from any process. `fork` takes a hundredth of a second and the child
-has all imports of its parent. It is only for a process with a single thread, since a lock that another thread holds at that
-moment, of the C library or anything else, stays locked in the child forever. If a child sends several messages (data/workers.py),
+There are two ways to start a child. `start` runs a program, from any process. `fork` takes a hundredth of a second, and the child
+has all imports of its parent. Only a process with a single thread may call it: a lock that another thread holds at that moment,
+even one inside the C library, stays locked in the child forever. If a child sends several messages (data/workers.py),
 `ChildOutput` and `Child.wait` are used alone.
 """
 
@@ -40,7 +40,7 @@ Form = TypeVar("Form")
 
 
 class TooMuchOutputError(Exception):
-    """More output was written than is allowed."""
+    """A child wrote more output than is allowed."""
 
 
 class ThreadsAtForkError(RuntimeError):
@@ -60,22 +60,22 @@ class ChildEnd:
     """How a child ended."""
 
     code: int
-    """Its exit status; negative: the signal."""
+    """Exit status of the child; negative: the signal that killed it."""
     answer: bytes = b""
-    """Its output; incomplete unless `has_answered`."""
+    """Output of the child; incomplete unless `has_answered`."""
     exceeded: Exceeded | None = None
-    """The exceeded bound, if the parent killed it."""
+    """The bound that was exceeded, if the parent killed the child."""
     seconds: float = 0.0
-    """Time from its start to its end."""
+    """Time from the child's start to its end."""
 
     @property
     def has_answered(self) -> bool:
-        """Whether it has ended by itself and without an error, so that `answer` is complete."""
+        """Whether the child exited by itself without an error, so `answer` is complete."""
         return self.exceeded is None and self.code == 0
 
 
 class ChildOutput:
-    """Output of another process on a descriptor, which whoever opened it must close."""
+    """Output of another process, read from a descriptor, which the code that opened it must close."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         """max_bytes: largest number of bytes that may wait to be taken."""
@@ -98,7 +98,7 @@ class ChildOutput:
                 raise TooMuchOutputError(f"more than {self._max_bytes} bytes")
 
     def take(self) -> bytes:
-        """Return everything that was read and not taken yet."""
+        """Return everything that was read and has not been taken yet."""
         taken = bytes(self._held)
         self._held.clear()
         return taken
@@ -114,39 +114,31 @@ class ChildOutput:
 
 
 class Child:
-    """A process that this one has started. As a context manager it is killed at the end if it still runs."""
+    """A process that this one started. Its `__exit__`, which may be called twice, kills the process if it is still running."""
 
     def __init__(self, pid: int, reap: Callable[[], int], output: ChildOutput | None = None) -> None:
-        """reap: waits for its end and returns its exit status. output: its output, which is closed with it; None: not read
-        here.
-        """
+        """reap: waits for the process and returns its exit status. output: is closed by `__exit__`; None: not read here."""
         self.pid, self.output = pid, output
         self.code: int | None = None
-        """Its exit status; None if it was not seen to end."""
+        """Exit status; None until its end is noticed."""
         self._reap, self._descriptor = reap, os.pidfd_open(pid)
-        self._started, self._closed = time.monotonic(), _NO_END
+        self._started, self._output_ended, self._is_closed = time.monotonic(), _NO_END, False
 
     def descriptors(self) -> list[int]:
-        """Descriptors of which one becomes ready when `look` has something to see."""
+        """Descriptors to wait on. One of them becomes ready when there is something for `look` to handle."""
         writes = self.output is not None and not self.output.has_ended
         return [self._descriptor, *([self.output.descriptor] if self.output is not None and writes else [])]
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end; returns its exit status, or None if it has not ended within this time."""
+        """Wait for the process to end. Returns its exit status, or None if it has not ended within this time."""
         if self.code is None and wait([self._descriptor], max(seconds, 0.0)):
-            self.code = self._reap()
-        return self.code
-
-    def join(self) -> int:
-        """Wait for its end; returns its exit status."""
-        if self.code is None:
             self.code = self._reap()
         return self.code
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, unless it has ended."""
         if self.code is None:
-            with suppress(ProcessLookupError):  # it has ended, which was not yet noticed here
+            with suppress(ProcessLookupError):  # its end was not noticed yet
                 signal.pidfd_send_signal(self._descriptor, number)
 
     def kill(self) -> int:
@@ -157,8 +149,8 @@ class Child:
         return self.code
 
     def look(self, deadline: float) -> ChildEnd | None:
-        """How it has ended, or was ended here because of a bound; None if it may continue. deadline: on the monotonic clock."""
-        has_ended = self.wait(0) is not None  # checked before its output is read, so that all output is there
+        """Kill the child if it exceeds a bound; return how it ended, None if it is running. deadline: on the monotonic clock."""
+        has_ended = self.wait(0) is not None  # checked before the output is read, so that none is missed
         try:
             if self.output is not None:
                 self.output.read()
@@ -168,14 +160,14 @@ class Child:
             return self._end(None)
         now = time.monotonic()
         if self.output is not None and self.output.has_ended:
-            self._closed = min(self._closed, now)
+            self._output_ended = min(self._output_ended, now)
         if now > deadline:
             return self._end(Exceeded.TIME)
-        return self._end(Exceeded.ENDING) if now > self._closed + ENDING_SECONDS else None
+        return self._end(Exceeded.ENDING) if now > self._output_ended + ENDING_SECONDS else None
 
     def seconds_left(self, deadline: float) -> float:
-        """Time until `look` has something to decide, even if the child does nothing."""
-        return max(0.0, min(deadline, self._closed + ENDING_SECONDS) - time.monotonic())
+        """Time after which `look` must be called again even if the child does nothing."""
+        return max(0.0, min(deadline, self._output_ended + ENDING_SECONDS) - time.monotonic())
 
     def _end(self, exceeded: Exceeded | None) -> ChildEnd:
         code = self.kill()
@@ -187,13 +179,15 @@ class Child:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.kill()
-        os.close(self._descriptor)
-        if self.output is not None:
-            os.close(self.output.descriptor)
+        if not self._is_closed:
+            self._is_closed = True
+            os.close(self._descriptor)
+            if self.output is not None:
+                os.close(self.output.descriptor)
 
 
 def require_single_thread(pid: int) -> None:
-    """Raise ThreadsAtForkError if the process has more than its main thread, native libraries' threads included."""
+    """Raise ThreadsAtForkError if the process has any thread besides its main thread, such as one of a native library."""
     others = [name for thread, name in sorted(threads(pid).items()) if thread != pid]
     if others:
         raise ThreadsAtForkError(f"process {pid} cannot be forked, because it has more threads than one: {', '.join(others)}")
@@ -209,13 +203,13 @@ def threads(pid: int) -> dict[int, str]:
 
 
 def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child:
-    """Fork a child that does `work`, dies with this process and runs nothing else of it. output: to which `work` writes.
+    """Fork a child that runs `work` and no other code of this process, and dies with it. output: where `work` writes.
 
-    Exit status 0: the work is done; 1: it raised, and the traceback is on standard error. Raises ThreadsAtForkError if this
+    Exit status 0: `work` returned; 1: it raised, and the traceback is on standard error. Raises ThreadsAtForkError if this
     process has more than one thread.
     """
     require_single_thread(os.getpid())
-    # Buffered output would be written twice.
+    # Otherwise both processes would write the buffered output.
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -256,9 +250,9 @@ def start(
     pass_fds: Sequence[int] = (),
     output: ChildOutput | None = None,
 ) -> Child:
-    """Start a program that reads `given` from its standard input and must call `die_with` itself. output: what it writes.
+    """Start a program, which must call `die_with` itself. given: its standard input. output: what it writes.
 
-    The program may fork, since libraries start no threads in it.
+    Libraries start no threads in the program, so it may fork.
     """
     environment = {**NO_THREADS, **environment}
     # A file and not a pipe, so that a child that does not read cannot block its parent.
@@ -269,17 +263,11 @@ def start(
     return Child(process.pid, process.wait, output)
 
 
-def start_answering(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    given: bytes,
-    max_answer_bytes: int,
-    pass_fds: Sequence[int] = (),
-) -> Child:
+def start_answering(command: Sequence[str], environment: Mapping[str, str], given: bytes, max_answer_bytes: int) -> Child:
     """Start a program as `start` does; its answer is its standard output."""
     reading, writing = os.pipe()
     output = ChildOutput(reading, max_answer_bytes)
-    child = start(command, environment, given=given, stdout=writing, pass_fds=pass_fds, output=output)
+    child = start(command, environment, given=given, stdout=writing, output=output)
     os.close(writing)
     return child
 
@@ -287,8 +275,8 @@ def start_answering(
 def wait_for_ends(
     children: Sequence[Child], deadline: float, look_seconds: float = _NO_END
 ) -> Iterator[tuple[Child, ChildEnd] | None]:
-    """Yield each child when it ends or is ended because of a bound, and None at least every `look_seconds`, to check other
-    bounds.
+    """Yield each child that exits or is killed because of a bound. Yields None at least every `look_seconds`, so that the caller
+    can check other bounds.
     """
     running = list(children)
     while running:
@@ -303,23 +291,13 @@ def wait_for_ends(
 
 
 def wait_for_answer(child: Child, seconds: float) -> ChildEnd:
-    """Wait for the end of a child within `seconds`. The child is gone afterwards, whatever happens."""
+    """Wait at most `seconds` for a child to end. The child has ended afterwards, whatever happens."""
     with child:
         return next(end[1] for end in wait_for_ends([child], time.monotonic() + seconds) if end is not None)
 
 
-def wait_for_line(child: Child, deadline: float) -> bytes | ChildEnd:
-    """The next line that a child writes, without its end; or how it has ended, with its output since the last line."""
-    while (end := child.look(deadline)) is None:
-        line = None if child.output is None else child.output.take_line()
-        if line is not None:
-            return line
-        wait(child.descriptors(), child.seconds_left(deadline))
-    return end
-
-
 def encode_answer(value: Any) -> bytes:
-    """Encode a value as a line of JSON without its end. Texts that are not valid Unicode, such as file names, are kept."""
+    """Encode a value as one line of JSON without a newline. Text that is not valid Unicode, as in file names, is kept."""
     return json.dumps(value).encode()
 
 

@@ -27,7 +27,7 @@ from finetune_trainer.files import open_regular
 from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, fork_answering, parse_answer, wait_for_ends
 
 ANSWER_BYTES = 4 << 20
-"""Bound of a child's answer. A plan and the list of its changes take some tens of KB."""
+"""Maximum bytes of a child's answer. A plan and the list of its changes take some tens of KB."""
 LOOK_SECONDS = 0.25
 """Time between two checks of the children's bounds."""
 MEASURE_SECONDS = 1.0
@@ -41,12 +41,12 @@ class BoundsExceededError(Exception):
 
 @dataclass
 class ResourceBounds:
-    """Bounds of a process and its children together. deadline, began: on the monotonic clock."""
+    """Bounds for a process and its children together. deadline, began: on the monotonic clock."""
 
     deadline: float
     memory_bytes: int
     processor_seconds: float = math.inf
-    """Processor time since this process began. Unlike the clock, it does not advance while others compute."""
+    """Bound of processor time since this process began. Unlike the clock, it does not advance while other processes compute."""
     began: float = field(default_factory=time.monotonic)
     peak_memory_bytes: int = field(default=0, init=False)
     _measured: float = field(default=-math.inf, init=False)
@@ -54,7 +54,7 @@ class ResourceBounds:
     def look(self, processes: list[int]) -> None:
         """Check the bounds. Raises BoundsExceededError."""
         now = time.monotonic()
-        # The sum of resident sizes is an upper bound, and is cheap to read.
+        # The sum of resident sizes is cheap to read and never too small, so it shows when the exact size must be measured.
         may_exceed = sum(resident_bytes(process) for process in processes) > self.memory_bytes
         if may_exceed or now >= self._measured + MEASURE_SECONDS:
             self._measured = now
@@ -69,11 +69,11 @@ class ResourceBounds:
             raise BoundsExceededError(f"it took more than {self.processor_seconds:g} s of processor time")
 
 
-@dataclass(frozen=True)
-class ChildResult:
-    """How a child ended."""
+class ChildResult(BaseModel):
+    """How a child ended. Its answer is the value that its task returned, or the error that the task raised."""
 
-    code: int
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    code: int = 0
     """Exit status; negative: the signal."""
     value: Any = None
     """Return value of its task."""
@@ -95,37 +95,26 @@ class ChildResult:
             return ""
         if self.error:
             return self.error
-        ended = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with exit code {self.code}"
+        ended = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
         return f"a process {ended}; its last words: {self.log_tail[-400:].strip()}"
 
 
-class _Answer(BaseModel):
-    """A child's answer: the value of its task, or the error that the task raised."""
-
-    model_config = ConfigDict(extra="forbid")
-    value: Any = None
-    error: str = ""
-    message: str = ""
-    hint: str = ""
-    failure: FailureClass | None = None
-
-
-_ANSWER = TypeAdapter(_Answer)
+_ANSWER = TypeAdapter(ChildResult)
 
 
 def run_children(
     tasks: Mapping[str, Callable[[], Any]], scratch: Path, bounds: ResourceBounds, *, together: bool
 ) -> dict[str, ChildResult]:
-    """Run each task in a child. Its return value must be JSON. together: when one fails, the others are killed.
+    """Run each task in a child; tasks return JSON values. together: kill the other children when one fails.
 
-    Raises BoundsExceededError. No child is left on any path.
+    Raises BoundsExceededError. No child is left running, whatever happens.
     """
     ended: dict[str, ChildResult] = {}
     with ExitStack() as stack:
         children: dict[Child, str] = {}
         for name, task in tasks.items():
             children[stack.enter_context(fork_answering(partial(_work, task, _log(scratch, name)), ANSWER_BYTES))] = name
-        # bounds.look checks the time, too.
+        # bounds.look also checks the time.
         for ended_child in wait_for_ends(list(children), float("inf"), LOOK_SECONDS):
             if ended_child is None:
                 bounds.look([os.getpid(), *(child.pid for child in children)])
@@ -133,7 +122,7 @@ def run_children(
             name = children.pop(ended_child[0])
             ended[name] = _ended(ended_child[1], _log(scratch, name))
             if together and ended[name].code != 0:
-                return ended | {other: ChildResult(-signal.SIGKILL) for other in children.values()}
+                return ended | {other: ChildResult(code=-signal.SIGKILL) for other in children.values()}
     return ended
 
 
@@ -152,38 +141,35 @@ def _work(task: Callable[[], Any], log: Path) -> bytes:
     torch.set_num_threads(1)
     try:
         return encode_answer({"value": task()})
-    except BaseException as error:  # noqa: BLE001 - whatever it was goes to the parent
+    except BaseException as error:  # noqa: BLE001 - every error goes to the parent
         traceback.print_exc()
         failure, hint = classify(error)
-        return encode_answer(
-            {"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": hint, "failure": failure.value}
-        )
+        described = {"error": f"{type(error).__name__}: {error}", "message": str(error), "hint": hint, "failure": failure.value}
+        return encode_answer(described)
 
 
 def _ended(end: ChildEnd, log: Path) -> ChildResult:
     if end.exceeded is not None:
-        return ChildResult(1, error=f"a process {end.exceeded.value}", log_tail=_tail(log), seconds=end.seconds)
-    if end.code != 0:
-        return ChildResult(end.code, log_tail=_tail(log), seconds=end.seconds)
-    try:
-        answer = parse_answer(end.answer, _ANSWER)
-    except ValueError:
-        return ChildResult(
-            1, error="a process answered with something else than a result", log_tail=_tail(log), seconds=end.seconds
-        )
-    tail = _tail(log) if answer.error else ""
-    return ChildResult(1 if answer.error else 0, log_tail=tail, seconds=end.seconds, **dict(answer))
-
-
-def _tail(log: Path) -> str:
-    with contextlib.suppress(OSError), open_regular(log) as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-        return file.read(_TAIL_BYTES).decode(errors="replace")
-    return ""
+        result = ChildResult(code=1, error=f"a process {end.exceeded.value}")
+    elif end.code != 0:
+        result = ChildResult(code=end.code)
+    else:
+        try:
+            result = parse_answer(end.answer, _ANSWER)
+            # The process ended by itself, so its answer says only whether its task raised an error.
+            result = result.model_copy(update={"code": 1 if result.error else 0})
+        except ValueError:
+            result = ChildResult(code=1, error="a process answered with something else than a result")
+    tail = ""
+    if result.code != 0:
+        with contextlib.suppress(OSError), open_regular(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            tail = file.read(_TAIL_BYTES).decode(errors="replace")
+    return result.model_copy(update={"log_tail": tail, "seconds": end.seconds})
 
 
 def used_processor_seconds() -> float:
-    """Processor time of this process since it began, and of its children that have ended."""
+    """Processor time used by this process since it began, and by its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
@@ -191,7 +177,7 @@ def used_processor_seconds() -> float:
 def processor_seconds(process: int) -> float:
     """Processor time that a process has used, in user and system mode; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        # Fields 14 and 15 of proc(5)'s stat, counted from behind the name, which may contain spaces.
+        # Fields 14 and 15 of proc(5)'s stat, counted after the name, which may contain spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0
@@ -207,7 +193,7 @@ def resident_bytes(process: int) -> int:
 
 
 def proportional_bytes(process: int) -> int:
-    """Memory of a process, each page divided by the number of its sharers; 0 if the kernel does not report it."""
+    """Memory of a process, each page divided by the number of processes that share it; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError):
         for line in Path(f"/proc/{process}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

@@ -1,7 +1,7 @@
-"""A library at work on a user's file, in a forked process with bounds: exceeding them is a finding.
+"""A library works on a user's file in a forked process with bounds; exceeding them is a finding.
 
 A fork needs no imports and takes a hundredth of a second instead of two. The process's answer is bounded and validated, since the
-file may have taken the process over.
+file may have taken control of it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ WALL_SECONDS = 1800.0
 DATA_BYTES = 4 << 30
 """Additional memory that a call may take. The largest legitimate tokenizers take less than 1 GiB."""
 ANSWER_BYTES = 4 << 20
-"""Bound of all findings together. The longest legitimate ones show a setting of a manifest, some tens of KB."""
+"""Maximum bytes of all findings together. The longest legitimate ones quote a setting of a manifest, some tens of KB."""
 _SECONDS_TO_DIE = 5
-"""CPU time of a process that handles SIGXCPU before it is killed."""
+"""CPU time that a process which handles SIGXCPU gets before it is killed."""
 _FINDINGS = TypeAdapter(list[Finding])
 
 
 class SandboxEndedError(Exception):
-    """The process was ended by its bounds, or by the library itself. The message says which."""
+    """The process exceeded its bounds, or the library itself ended it. The message says which."""
 
 
 def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
     """Return the findings of `work`, which changes nothing in this process. Raises SandboxEndedError."""
-    end = wait_for_answer(fork_answering(lambda: _work(work), ANSWER_BYTES), WALL_SECONDS)
+
+    def bounded() -> bytes:
+        limit_this_process()
+        return encode_answer(_FINDINGS.dump_python(work(), mode="json"))
+
+    end = wait_for_answer(fork_answering(bounded, ANSWER_BYTES), WALL_SECONDS)
     if not end.has_answered:
         raise SandboxEndedError(how_it_ended(end))
     try:
@@ -52,14 +57,17 @@ def limit_this_process(cpu_seconds: int | None = None) -> None:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(usage.ru_utime + usage.ru_stime)
     soft, hard = _lowered(resource.RLIMIT_CPU, spent + (cpu_seconds or CPU_SECONDS))
-    # SIGXCPU comes first and tells the cause; SIGKILL follows for code that ignores it.
+    # SIGXCPU comes first and shows the cause. SIGKILL follows for code that ignores it.
     resource.setrlimit(resource.RLIMIT_CPU, (soft, min(hard, soft + _SECONDS_TO_DIE)))
     limit_memory()
 
 
 def limit_memory() -> None:
-    """Bound memory alone. Exceeding it raises MemoryError or ends the process, which cannot raise the bound again."""
-    soft, _ = _lowered(resource.RLIMIT_DATA, _data_bytes() + DATA_BYTES)
+    """Bound memory alone, for good. Exceeding the bound raises MemoryError or ends the process."""
+    status = Path("/proc/self/status").read_text().splitlines()
+    # Writable private memory, as RLIMIT_DATA counts it.
+    used = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")), 0)
+    soft, _ = _lowered(resource.RLIMIT_DATA, used + DATA_BYTES)
     resource.setrlimit(resource.RLIMIT_DATA, (soft, soft))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
@@ -77,20 +85,7 @@ def how_it_ended(end: ChildEnd) -> str:
     return f"ends the process ({signal.Signals(-end.code).name})" if end.code < 0 else f"ends the process with status {end.code}"
 
 
-def _work(work: Callable[[], list[Finding]]) -> bytes:
-    limit_this_process()
-    return encode_answer(_FINDINGS.dump_python(work(), mode="json"))
-
-
-def _data_bytes() -> int:
-    """Writable private memory of this process, as RLIMIT_DATA counts it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmData:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
 def _lowered(which: int, wanted: int) -> tuple[int, int]:
-    """Lowered soft limit, and the current hard limit. A limit that is not set is the largest number."""
+    """The soft limit, lowered to `wanted`, and the current hard limit. A limit that is not set counts as the largest number."""
     soft, hard = (sys.maxsize if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(which))
     return min(wanted, soft, hard), hard

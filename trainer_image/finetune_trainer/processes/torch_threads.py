@@ -1,6 +1,4 @@
-"""The number of threads that torch gives to one operation, for code that computes in threads of its own, or on a few thousand
-values.
-"""
+"""Limit torch to one thread per operation, for code that computes in its own threads or on a few thousand values."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ Result = TypeVar("Result")
 def one_thread_for_each_operation() -> Iterator[int]:
     """Give torch one thread for each operation until the end of the block; yields the previous number of threads.
 
-    An operation that is split over threads waits for the slowest one. If other work occupies the processors, small operations
-    take twenty times as long.
+    An operation that is split over threads waits for the slowest thread. While other work occupies the processors, small
+    operations would take twenty times as long.
     """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -31,7 +29,7 @@ def one_thread_for_each_operation() -> Iterator[int]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Results in the order of the items. As many run at a time as an operation may have threads. Raises what `function`
+    """Return results in the order of the items. The number of threads is what an operation had before. Raises what `function`
     raises.
     """
     with (

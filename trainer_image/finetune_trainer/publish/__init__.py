@@ -1,3 +1,3 @@
-"""Copies the results to where they are used; the only role with credentials to write. The entry point is
-`publish.run.publish`.
+"""Copies the results to where they are used. Only this role has credentials to write there; its entry point is
+`finetune_trainer.roles.publish.publish`.
 """

@@ -21,22 +21,22 @@ class Publication:
     digest: str
     """Commit, manifest digest, or SHA-256 of the manifest."""
     bytes_sent: int
-    """Bytes that were sent in this attempt; existing content is not sent again."""
+    """Number of bytes sent in this attempt; content that already exists at the destination is not sent again."""
 
 
 class Destination(Protocol):
-    """A place outside the cluster. Readers see nothing, or the previous content, until everything is there."""
+    """A place outside the cluster. Until the whole release is there, its readers see nothing or the previous content."""
 
     def publish(self, release: Release) -> Publication:
-        """Publish the release. May be killed and called again at any point, and then sends only what is missing.
+        """Publish the release. If a call is killed at any point, the next one sends only what is missing.
 
-        Raises DestinationRefusedError if a human has to act (credentials, names, other content at the destination) and
-        DestinationUnavailableError if trying again may help.
+        Raises DestinationRefusedError if a human has to act (on credentials, names, or other content at the destination), and
+        DestinationUnavailableError if another attempt may help.
         """
 
 
 def destination_unavailable(message: str) -> DestinationUnavailableError:
-    """The error if requests fail again and again."""
+    """Return the error for requests that keep failing."""
     return DestinationUnavailableError(
         message,
         "what is there is not sent again; check the way out of the cluster and the endpoints of the profile's spec.publish",
@@ -44,9 +44,9 @@ def destination_unavailable(message: str) -> DestinationUnavailableError:
 
 
 def access_denied(what: str, said: str, *, signed: bool, secret_holds: str) -> DestinationRefusedError:
-    """The error for HTTP status 401 or 403.
+    """Return the error for HTTP status 401 or 403.
 
-    signed: whether there were credentials. secret_holds: what belongs into the Secret or, locally, elsewhere.
+    signed: whether the request had credentials. secret_holds: what the Secret must hold and, for local runs, where it comes from.
     """
     if signed:
         hint = f"the credentials of {SECRET_FIELD} ({secret_holds}) may not write there: check their rights and their expiry"
@@ -56,13 +56,13 @@ def access_denied(what: str, said: str, *, signed: bool, secret_holds: str) -> D
 
 
 def target_not_found(what: str, said: str, thing: str) -> DestinationRefusedError:
-    """The error for HTTP status 404."""
-    return DestinationRefusedError(f"{what}: there is no such {thing}{said}", f"make it, or correct {DESTINATION_FIELD}")
+    """Return the error for HTTP status 404."""
+    return DestinationRefusedError(f"{what}: there is no such {thing}{said}", f"create it, or correct {DESTINATION_FIELD}")
 
 
 def out_of_space(what: str, said: str) -> DestinationRefusedError:
-    """The error for a quota or a limit of size."""
+    """Return the error for an exceeded quota or size limit."""
     return DestinationRefusedError(
         f"{what}: there is no room, or a file is larger than the destination takes{said}",
-        "raise the quota or the limit there, or lower spec.merge.maxShardSize; what is there is not sent again",
+        "raise the quota or limit at the destination, or lower spec.merge.maxShardSize; files already there are not sent again",
     )

@@ -1,11 +1,11 @@
-"""Requests to a destination: bodies are sent in small pieces, so that they can be stopped, and failures do not show what was
-sent.
+"""Requests to a destination. Bodies are sent in small pieces, so that a request can be stopped, and errors do not show what
+was sent.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import httpx2
@@ -15,12 +15,14 @@ from finetune_trainer.network.http_status import RETRYABLE, parse_retry_after
 from finetune_trainer.network.retry import StoppedError, TransientError
 
 SILENCE_SECONDS = 60.0
-"""Longest time without a byte before a request counts as failed."""
+"""Longest time to connect, or to send a piece, before a request counts as failed."""
 ANSWER_SECONDS = 300.0
-"""Time for an answer: object stores and registries first assemble or hash gigabytes."""
+"""Longest time to wait for an answer: object stores and registries first assemble or hash gigabytes."""
 MOST_ANSWER_BYTES = 64 << 20
-"""Largest body of an answer. Listings come in pages and manifests are small, so a longer one is unexpected."""
+"""Largest body of an answer. Listings come in pages and manifests are small, so a larger body is unexpected."""
 _PIECE_BYTES = 256 * 1024
+Body = tuple[Callable[[], Iterable[bytes]], int]
+"""A function that yields the parts of a body, called each time it is sent, and the body's length in bytes."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,14 @@ class HttpResponse:
 
     @property
     def transient_failure(self) -> TransientError | None:
-        """The failure if the request may succeed later; None if the answer is final."""
+        """The error to raise if the request may succeed later; None if the answer is final."""
         if self.status not in RETRYABLE:
             return None
         return TransientError(f"HTTP status {self.status}", parse_retry_after(self.headers.get("Retry-After")))
 
 
 class HttpClient:
-    """Sends single requests, from several threads. Follows no redirect and sends only the given headers."""
+    """Sends single requests; several threads may use it. It follows no redirects and adds no credentials."""
 
     def __init__(self, stop: threading.Event) -> None:
         self._stop, self._lock, self.bytes_sent = stop, threading.Lock(), 0
@@ -60,25 +62,26 @@ class HttpClient:
         """Close all connections."""
         self._client.close()
 
-    def send(self, method: str, url: str, headers: dict[str, str], body: bytes | None = None) -> HttpResponse:
-        """Send a request and return its answer, whatever its status. Raises TransientError without an answer, and
-        StoppedError.
-        """
-        if body is None:
-            return self.stream(method, url, headers, None, 0)
-        return self.stream(method, url, headers, (body,), len(body))
+    def send(self, method: str, url: str, headers: dict[str, str], body: bytes | Body | None = None) -> HttpResponse:
+        """Send a request and return its answer, whatever the status.
 
-    def stream(self, method: str, url: str, headers: dict[str, str], body: Iterable[bytes] | None, length: int) -> HttpResponse:
-        """Send a request with a body of several parts, together `length` bytes; see `send`."""
+        Raises TransientError if there is no answer or it is longer than any expected answer, and StoppedError.
+        """
         if self._stop.is_set():
             raise StoppedError
-        content = None if body is None else self._pieces(body)
-        lengths = {} if body is None else {"Content-Length": str(length)}
+        content, pieces, lengths = bytearray(), None, {}
+        if body is not None:
+            parts, length = ((body,), len(body)) if isinstance(body, bytes) else (body[0](), body[1])
+            pieces, lengths = self._pieces(parts), {"Content-Length": str(length)}
         try:
-            with self._client.stream(method, url, headers=headers | lengths, content=content) as response:
-                return HttpResponse(response.status_code, response.headers, _bounded(response), url)
+            with self._client.stream(method, url, headers=headers | lengths, content=pieces) as response:
+                for piece in response.iter_bytes():
+                    content += piece
+                    if len(content) > MOST_ANSWER_BYTES:
+                        raise TransientError(f"the answer is longer than {MOST_ANSWER_BYTES >> 20} MiB")
+                return HttpResponse(response.status_code, response.headers, bytes(content), url)
         except httpx2.ConnectError as error:
-            # Names the wrong address, and nothing was sent before.
+            # The error's text may be shown: it names the address that failed, and nothing was sent yet.
             raise untrusted_certificate(error) or TransientError(f"no connection ({error})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransientError(f"the connection failed ({type(error).__name__})") from None
@@ -92,13 +95,3 @@ class HttpClient:
                 yield piece
                 with self._lock:
                     self.bytes_sent += len(piece)
-
-
-def _bounded(response: httpx2.Response) -> bytes:
-    """The body. Raises TransientError if it is longer than any expected answer."""
-    content = bytearray()
-    for piece in response.iter_bytes():
-        content += piece
-        if len(content) > MOST_ANSWER_BYTES:
-            raise TransientError(f"the answer is longer than {MOST_ANSWER_BYTES >> 20} MiB")
-    return bytes(content)

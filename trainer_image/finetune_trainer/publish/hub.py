@@ -1,8 +1,8 @@
-"""`hf://` destinations: large files first, then one commit that makes all of them visible at once.
+"""`hf://` destinations: large files are sent first, then one commit makes all files visible at once.
 
-Files that the Hub already has are not sent again, so a killed publication continues where it was. Files travel by the large file
-storage protocol, not by Xet: that is a second stack of libraries with its own proxies, caches, buffers and log lines, none of
-which this image bounds or tests, and its advantage, sending only the changed parts of a file, does not help with new weights.
+Files that the Hub already has are not sent again, so a killed publication continues where it was. Files are sent with the large
+file storage protocol, not with Xet: Xet is a second stack of libraries with its own proxies, caches, buffers and log lines, which
+this image neither bounds nor tests. Its advantage, sending only the changed parts of a file, does not help with new weights.
 
 Importing this module imports huggingface_hub, which then reads its settings from the environment (network/environment.py).
 """
@@ -12,8 +12,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from typing import TypeVar
 
 import httpx2
@@ -21,20 +19,16 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.lfs import UploadInfo
-from huggingface_hub.utils import (  # type: ignore[attr-defined]
-    build_hf_headers,
-    disable_progress_bars,
-    hf_raise_for_status,
-)
+from huggingface_hub.utils import build_hf_headers, disable_progress_bars, hf_raise_for_status  # type: ignore[attr-defined]
 
 from finetune_job.api.base import HubPath
 from finetune_trainer.errors import DestinationRefusedError, DestinationUnavailableError
 from finetune_trainer.network.http_status import ABSENT, DENIED
 from finetune_trainer.network.hub_answers import SILENCE_SECONDS, call_hub, redacted_message, transient_failure
-from finetune_trainer.network.retry import RetryPolicy, StoppedError, with_retries
+from finetune_trainer.network.retry import RetryPolicy, with_retries
 from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, access_denied, destination_unavailable
 from finetune_trainer.publish.hub_changes import CommitChanges, ForeignModelError, StoredFile, changes_for, is_stored
-from finetune_trainer.publish.resumable import ProvenReader
+from finetune_trainer.publish.resumable import ProvenReader, upload_all
 from finetune_trainer.release.files import CHECKSUMS, Release, ReleaseFile
 
 log = logging.getLogger(__name__)
@@ -42,22 +36,14 @@ T = TypeVar("T")
 
 SECRET_HOLDS = "a write token under `token`; on your own machine: HF_TOKEN"  # noqa: S105 - words for people
 UPLOADS = 4
-"""Files that are sent at a time; each holds a few megabytes in memory."""
+"""Number of files that are sent at the same time; each takes a few megabytes of memory."""
 COMMIT_ATTEMPTS = 4
-"""Number of times that a commit is made again because another one came in between."""
+"""Maximum number of times that a commit is tried if other commits keep coming in between."""
 _CONFLICT = frozenset({409, 412})
 _SAMPLE_BYTES = 512
-"""Bytes from a file's beginning, from which the Hub decides where it keeps it."""
+"""Number of bytes at a file's beginning from which the Hub decides where to keep the file."""
 
 constants.HF_HUB_DISABLE_XET = True
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A file that the commit can name."""
-
-    addition: CommitOperationAdd
-    bytes_sent: int
 
 
 class HubDestination:
@@ -73,60 +59,63 @@ class HubDestination:
         patience: RetryPolicy | None = None,
         stop: threading.Event | None = None,
     ) -> None:
-        """private: whether a new repository is private. endpoint: None for the library's own. stop: ends everything."""
+        """private: whether a new repository is private. endpoint: None for the library's default. stop: ends the publication."""
         self._repository, self._token, self._private = place.repository, token, private
         self._patience = patience or RetryPolicy()
-        # False: no token at all, rather than one from a login in the home directory.
+        # False: no token at all, not even one from a login in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         self._shown = f"{DESTINATION_FIELD}: model {place.repository} on the Hub"
         self._stop = stop or threading.Event()
         disable_progress_bars()
 
     def publish(self, release: Release) -> Publication:
-        """See Destination. If another commit came in between, the changes are determined again.
+        """Publish as Destination says. If another commit comes in between, the changes are determined again.
 
-        Raises StoppedError as well.
+        Also raises StoppedError.
         """
-        self._with_retries("making the repository", self._make_repository)
+        create = self._api.create_repo
+        self._with_retries("creating the repository", lambda: create(self._repository, private=self._private, exist_ok=True))
         bytes_sent = 0
         for _ in range(COMMIT_ATTEMPTS):
             head, changes = self._with_retries("looking at what is there", lambda: self._missing(release))
             if not changes.added and not changes.deleted:
                 return self._publication(head, bytes_sent)
-            sent = self._upload(changes.added)
-            bytes_sent += sum(file.bytes_sent for file in sent)
-            additions = [file.addition for file in sent]
+            # Large files go to large-file storage; small files are sent with the commit.
+            sent = upload_all(self._upload_one, changes.added, UPLOADS, self._stop)
+            bytes_sent += sum(size for _, size in sent)
+            additions = [addition for addition, _ in sent]
             commit = self._with_retries("the commit", lambda: self._commit(release, head, additions, changes.deleted))  # noqa: B023
             if commit is not None:
                 stored = self._with_retries("looking at the commit", lambda: self._checked(release, commit))  # noqa: B023
                 bytes_sent += sum(file.size for file in changes.added if stored[file.name].sha256 is None)
                 return self._publication(commit, bytes_sent)
-            log.info("%s: somebody else has committed in between", self._shown)
+            log.info("%s: another commit came in between", self._shown)
         raise DestinationUnavailableError(
-            f"{self._shown}: others commit to it all the time", "publish when nobody else writes there"
+            f"{self._shown}: others commit to it all the time", "publish when nothing else writes there"
         )
 
     def _publication(self, commit: str, bytes_sent: int) -> Publication:
         return Publication(address=f"hf://{self._repository}@{commit}", digest=commit, bytes_sent=bytes_sent)
 
-    def _make_repository(self) -> None:
-        self._api.create_repo(self._repository, private=self._private, exist_ok=True)
-
     def _missing(self, release: Release) -> tuple[str, CommitChanges]:
-        """The newest commit, and the changes that it needs."""
+        """Return the newest commit, and the changes that turn its files into the release."""
         head = self._api.repo_info(self._repository).sha
         if head is None:
             raise DestinationUnavailableError(
                 f"{self._shown}: no commit is named", "check the profile's spec.publish.hubEndpoint"
             )
         stored = self._stored(head)
-        older = self._checksums(head) if any(file.path == CHECKSUMS for file in stored) else None
+        older = None
+        if any(file.path == CHECKSUMS for file in stored):
+            url = hf_hub_url(self._repository, CHECKSUMS, revision=head, endpoint=self._api.endpoint)
+            response = get_session().get(url, headers=build_hf_headers(token=self._token or False), follow_redirects=True)
+            hf_raise_for_status(response)
+            older = response.content.decode(errors="replace")
         try:
             return head, changes_for(release, stored, older)
         except ForeignModelError as error:
             raise DestinationRefusedError(
-                f"{self._shown}: {error}, which no run of this operator put there, and which loaders would mix with the new "
-                "model",
+                f"{self._shown}: {error}, which no run of this operator put there. Loaders would mix it with the new model",
                 f"name another repository in {DESTINATION_FIELD}, or delete these files",
             ) from None
 
@@ -138,28 +127,11 @@ class HubDestination:
             if isinstance(entry, RepoFile)
         ]
 
-    def _checksums(self, commit: str) -> str:
-        url = hf_hub_url(self._repository, CHECKSUMS, revision=commit, endpoint=self._api.endpoint)
-        response = get_session().get(url, headers=build_hf_headers(token=self._token or False), follow_redirects=True)
-        hf_raise_for_status(response)
-        return response.content.decode(errors="replace")
-
-    def _upload(self, files: tuple[ReleaseFile, ...]) -> list[_Sent]:
-        """Send large files to the storage, several at a time; small ones are sent with the commit."""
-        with ThreadPoolExecutor(UPLOADS) as pool:
-            futures = [pool.submit(self._upload_one, file) for file in files]
-            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            failures = [error for future in finished if (error := future.exception()) is not None]
-            if failures:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
-        return [future.result() for future in futures]
-
-    def _upload_one(self, file: ReleaseFile) -> _Sent:
+    def _upload_one(self, file: ReleaseFile) -> tuple[CommitOperationAdd, int]:
+        """Send a file if it is large; return its entry for the commit and the number of bytes that were sent."""
         with ProvenReader(file, self._stop) as reader:
             addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=b"")
-            # Digest of the proven bytes; the library would hash the whole file again.
+            # This is the digest of the proven bytes; without it the library would hash the whole file again.
             addition.upload_info = UploadInfo(
                 size=file.size, sha256=bytes.fromhex(file.sha256), sample=reader.read(_SAMPLE_BYTES)
             )
@@ -167,21 +139,21 @@ class HubDestination:
             reader.bytes_read = 0
 
             def send() -> None:
-                # After a failed request, the library leaves the file at the position where it stopped.
+                # After a failed request, the library leaves the file where it stopped, so each attempt starts from the beginning.
                 reader.seek(0)
                 self._api.preupload_lfs_files(self._repository, [addition], num_threads=1)
 
             self._with_retries(f"sending {file.name}", send)
             bytes_sent = reader.bytes_read
             if addition.path_or_fileobj != b"":  # the library drops the content that it has sent
-                # The file is too small for the storage, so the commit holds it whole. Ignored files are not in the commit.
+                # The file is too small for large-file storage, so the commit carries its content, unless the file is ignored.
                 reader.seek(0)
                 addition.path_or_fileobj = b"" if addition._should_ignore else reader.read()  # noqa: SLF001 - no public name
         log.info("%s: %s is ready, %d bytes were sent", self._shown, file.name, bytes_sent)
-        return _Sent(addition, bytes_sent)
+        return addition, bytes_sent
 
     def _commit(self, release: Release, head: str, additions: list[CommitOperationAdd], deleted: tuple[str, ...]) -> str | None:
-        """The new commit, or None if the repository has another head by now."""
+        """Return the new commit, or None if the repository's head has changed meanwhile."""
         facts = release.facts
         try:
             made = self._api.create_commit(
@@ -198,7 +170,7 @@ class HubDestination:
         return str(made.oid)
 
     def _checked(self, release: Release, commit: str) -> dict[str, StoredFile]:
-        """The files of the commit, after checking that it has every file of the release."""
+        """Return the files of the commit. Raises DestinationRefusedError if it lacks a file of the release."""
         stored = {file.path: file for file in self._stored(commit)}
         lacking = [file.name for file in (*release.files, release.manifest) if not is_stored(file, stored.get(file.name))]
         if lacking:
@@ -210,7 +182,7 @@ class HubDestination:
 
     def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
         def once() -> T:
-            # Set each time, because the library makes a new session after a failure.
+            # The timeout is set each time, because the library creates a new session after a failure.
             get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
             try:
                 return call_hub(operation)
@@ -230,7 +202,7 @@ class HubDestination:
             return passing
         said = f" (HTTP status {status}){redacted_message(error.server_message)}"
         if status in DENIED | ABSENT:
-            # The Hub hides a private repository behind the same answer as a missing one.
+            # The Hub gives the same answer for a private repository as for a missing one, so both are reported alike.
             return access_denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
         return DestinationRefusedError(
             f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"

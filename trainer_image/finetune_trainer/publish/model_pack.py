@@ -1,8 +1,8 @@
-"""A release as an OCI artifact in the form of the CNCF's ModelPack specification: a raw layer for each file.
+"""A release as an OCI artifact that follows the CNCF's ModelPack specification, with one raw layer for each file.
 
 Source of media types and annotations: https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
 specs-go/v1/mediatype.go at d78bf3231b4f; of the manifest: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.
-The artifact contains only the release, no time and no machine, so equal releases have equal digests.
+The artifact contains only the release and names no time or machine, so equal releases have equal digests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES
-from finetune_trainer.release.files import BESIDE, CHECKSUMS, SIGNATURE, WEIGHT_SUFFIX, Release, ReleaseFile
+from finetune_trainer.release.files import BESIDE, CHECKSUMS, SIGNATURE, WEIGHT_SUFFIX, Release
 
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 ARTIFACT_TYPE = "application/vnd.cncf.model.manifest.v1+json"
@@ -26,7 +26,7 @@ DOC_TYPE = "application/vnd.cncf.model.doc.v1.raw"
 CODE_TYPE = "application/vnd.cncf.model.code.v1.raw"
 FILE_PATH = "org.cncf.model.filepath"
 TITLE = "org.opencontainers.image.title"
-"""Annotation from which `oras pull` takes file names; it leaves out layers without one."""
+"""Annotation from which `oras pull` takes a layer's file name; it skips layers without this annotation."""
 FACT_PREFIX = "dev.finetune."
 """Prefix of the annotations about a model's origin."""
 _DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
@@ -34,7 +34,7 @@ _DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
 
 @dataclass(frozen=True)
 class ModelPackArtifact:
-    """The parts that are pushed besides the files."""
+    """The parts that are pushed in addition to the files."""
 
     config: bytes
     manifest: bytes
@@ -46,12 +46,12 @@ class ModelPackArtifact:
 
 
 def digest_of(content: bytes) -> str:
-    """Digest in the form of registries."""
+    """Return the content's digest in the form that registries use."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
 def media_type(name: str) -> str:
-    """Media type of the layer of a file with this name."""
+    """Return the media type of the layer for a file with this name."""
     path = PurePosixPath(name)
     if path.suffix == WEIGHT_SUFFIX:
         return WEIGHT_TYPE
@@ -63,7 +63,7 @@ def media_type(name: str) -> str:
 
 
 def build_artifact(release: Release) -> ModelPackArtifact:
-    """Configuration and manifest; SHA256SUMS is the last layer."""
+    """Build the configuration and the manifest, whose last layer is SHA256SUMS."""
     files = (*release.files, release.manifest)
     name = release.facts.get("job", "").rpartition("/")[2]
     config = _json(
@@ -78,19 +78,18 @@ def build_artifact(release: Release) -> ModelPackArtifact:
         "mediaType": MANIFEST_TYPE,
         "artifactType": ARTIFACT_TYPE,
         "config": {"mediaType": CONFIG_TYPE, "digest": digest_of(config), "size": len(config)},
-        "layers": [_layer(file) for file in files],
+        "layers": [
+            {
+                "mediaType": media_type(file.name),
+                "digest": f"sha256:{file.sha256}",
+                "size": file.size,
+                "annotations": {FILE_PATH: file.name, TITLE: file.name},
+            }
+            for file in files
+        ],
         "annotations": {f"{FACT_PREFIX}{name}": value for name, value in release.facts.items()},
     }
     return ModelPackArtifact(config, _json(manifest))
-
-
-def _layer(file: ReleaseFile) -> dict[str, Any]:
-    return {
-        "mediaType": media_type(file.name),
-        "digest": f"sha256:{file.sha256}",
-        "size": file.size,
-        "annotations": {FILE_PATH: file.name, TITLE: file.name},
-    }
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

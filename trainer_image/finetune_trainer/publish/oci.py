@@ -1,13 +1,13 @@
-"""`oci://` destinations: every file a blob, then the manifest under its digest, then the tag.
+"""`oci://` destinations: every file is sent as a blob, then the manifest is written under its digest, then the tag.
 
 A reader of the tag sees the previous content or the whole release: the registry accepts a manifest only once it has every blob,
 and the tag is written last. The tag `latest`, the default of a destination, moves from release to release, as it does for
 container images; its previous content stays available by the digest in the status of the job that wrote it until the registry
-removes untagged content. Any other tag is a chosen name for one result: if it already names other content, nothing is sent and
-the publication is refused.
+removes untagged content. Any other tag is a name that the user chose for one result: if it already names other content, the
+publication is refused and nothing is sent.
 
 Blobs that the registry has are not sent again, and an interrupted upload continues at the byte that the registry reports.
-Registries built on distribution 2.x forget an upload that was interrupted within a chunk; then the blob starts again.
+Registries built on distribution 2.x forget an upload that was interrupted within a chunk; its blob is then sent from the start.
 """
 
 from __future__ import annotations
@@ -16,28 +16,27 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from finetune_job.api.base import DEFAULT_TAG, RegistryPath
 from finetune_trainer.credentials import RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.http_status import NOT_FOUND
-from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError, with_retries
+from finetune_trainer.network.retry import Retries, RetryPolicy, TransientError, with_retries
 from finetune_trainer.publish.destination import DESTINATION_FIELD, Publication, destination_unavailable
-from finetune_trainer.publish.http import HttpClient, HttpResponse
+from finetune_trainer.publish.http import Body, HttpClient, HttpResponse
 from finetune_trainer.publish.model_pack import MANIFEST_TYPE, build_artifact, digest_of
 from finetune_trainer.publish.registry import Registry
-from finetune_trainer.publish.resumable import BLOCK_BYTES, ProvenReader, UploadJournal
+from finetune_trainer.publish.resumable import BLOCK_BYTES, ProvenReader, UploadJournal, upload_all
 from finetune_trainer.release.files import Release, ReleaseFile
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHUNK_BYTES = 16 * 1024**2
-"""Bytes of one request, which are held in memory. Small enough for proxies before a registry."""
+"""Number of bytes in one request. They are held in memory, and are few enough for proxies in front of a registry."""
 BLOBS_AT_ONCE = 4
 _GONE = frozenset({400, 404, 410, 416})
-"""Statuses of registries for an upload that they do not know, or not up to the same byte."""
+"""Statuses with which registries reject an upload that they do not know, or of which they have other bytes."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
 _ANY_MANIFEST = (
     f"{MANIFEST_TYPE}, application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.v2+json, "
@@ -47,19 +46,6 @@ _ANY_MANIFEST = (
 
 class _UploadGoneError(Exception):
     """The registry does not continue this upload."""
-
-
-class _Progress:
-    """Failures in a row of one blob. Sending the same bytes again is no progress."""
-
-    def __init__(self, attempts: Retries) -> None:
-        self.attempts, self._furthest = attempts, 0
-
-    def reached(self, offset: int) -> None:
-        """Record the number of bytes that the registry has."""
-        if offset > self._furthest:
-            self._furthest = offset
-            self.attempts.progressed()
 
 
 class RegistryDestination:
@@ -82,7 +68,7 @@ class RegistryDestination:
         self._address = f"oci://{place.registry}/{place.repository}"
 
     def publish(self, release: Release) -> Publication:
-        """See Destination."""
+        """Publish as Destination says."""
         try:
             return self._publish(release)
         finally:
@@ -92,8 +78,12 @@ class RegistryDestination:
         artifact = build_artifact(release)
         if not self._is_tagged(artifact.digest):
             blobs = {file.sha256: file for file in (*release.files, release.manifest)}
-            self._upload_blobs(list(blobs.values()))
-            self._upload_content(artifact.config)
+            # After a failure, the next attempt continues the other uploads from the journal.
+            upload_all(self._upload_blob, list(blobs.values()), BLOBS_AT_ONCE, self._stop)
+            config_digest = digest_of(artifact.config)
+            if not self._has(config_digest):
+                parts = (lambda: iter((artifact.config,)), len(artifact.config))
+                self._with_retries(f"writing blob {config_digest}", lambda: self._put_whole(config_digest, parts))
             self._put_manifest(artifact.digest, artifact.manifest)
             # Another publication may have taken the tag meanwhile.
             if not self._is_tagged(artifact.digest):
@@ -106,8 +96,19 @@ class RegistryDestination:
         )
 
     def _is_tagged(self, digest: str) -> bool:
-        """Whether the tag names this content. Raises DestinationRefusedError if it names other content and must not move."""
-        tagged = self._with_retries("looking at the tag", self._tagged)
+        """Whether the tag names this content. Raises DestinationRefusedError if the tag names other content and must not move."""
+        what, url = "looking at the tag", self._registry.url(f"manifests/{self._place.tag}")
+
+        def look() -> str | None:
+            answer = self._registry.send("HEAD", url, {"Accept": _ANY_MANIFEST}, what=what)
+            if answer.status == NOT_FOUND:
+                return None
+            tagged = self._registry.check(answer, what).headers.get("Docker-Content-Digest")
+            if tagged:
+                return str(tagged)
+            return digest_of(self._registry.request("GET", url, {"Accept": _ANY_MANIFEST}, what=what).content)
+
+        tagged = self._with_retries(what, look)
         if tagged is None or tagged == digest:
             return tagged == digest
         if self._place.tag != DEFAULT_TAG:
@@ -118,89 +119,63 @@ class RegistryDestination:
         log.info("%s:%s moves from %s to %s", self._address, self._place.tag, tagged, digest)
         return False
 
-    def _tagged(self) -> str | None:
-        what, url = "looking at the tag", self._registry.url(f"manifests/{self._place.tag}")
-        answer = self._registry.send("HEAD", url, {"Accept": _ANY_MANIFEST}, what=what)
-        if answer.status == NOT_FOUND:
-            return None
-        self._registry.check(answer, what)
-        digest = answer.headers.get("Docker-Content-Digest")
-        if digest:
-            return str(digest)
-        answer = self._registry.send("GET", url, {"Accept": _ANY_MANIFEST}, what=what)
-        return digest_of(self._registry.check(answer, what).content)
-
     def _put_manifest(self, reference: str, manifest: bytes) -> None:
         what, url = f"writing manifest {reference}", self._registry.url(f"manifests/{reference}")
         headers = {"Content-Type": MANIFEST_TYPE}
-        self._with_retries(
-            what, lambda: self._registry.check(self._registry.send("PUT", url, headers, manifest, what=what), what)
-        )
-
-    def _upload_blobs(self, files: list[ReleaseFile]) -> None:
-        with ThreadPoolExecutor(BLOBS_AT_ONCE, thread_name_prefix="blob") as pool:
-            running = [pool.submit(self._upload_blob, file) for file in files]
-            try:
-                done, _ = wait(running, return_when=FIRST_EXCEPTION)
-                failures = [error for future in done if (error := future.exception()) is not None]
-                if failures:
-                    raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
-            except BaseException:
-                # The other uploads continue later, from the journal.
-                self._stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+        self._with_retries(what, lambda: self._registry.request("PUT", url, headers, manifest, what=what))
 
     def _has(self, digest: str) -> bool:
         what = f"looking at blob {digest}"
         answer = self._with_retries(what, lambda: self._registry.send("HEAD", self._registry.url(f"blobs/{digest}"), what=what))
         return answer.status != NOT_FOUND and self._registry.check(answer, what).succeeded
 
-    def _upload_content(self, content: bytes) -> None:
-        digest = digest_of(content)
-        if not self._has(digest):
-            self._with_retries(f"writing blob {digest}", lambda: self._put_whole(digest, lambda: iter((content,)), len(content)))
-
     def _upload_blob(self, file: ReleaseFile) -> None:
         digest = f"sha256:{file.sha256}"
-        progress = _Progress(Retries(f"{self._address}: {file.name}", self._patience, self._stop, destination_unavailable))
+        failures = Retries(f"{self._address}: {file.name}", self._patience, self._stop, destination_unavailable)
+        reached = 0
+
+        def record(offset: int) -> None:
+            """Count progress only if the registry has more bytes than ever before."""
+            nonlocal reached
+            if offset > reached:
+                reached = offset
+                failures.progressed()
+
         takes_chunks = True
         while not self._has(digest):
             is_new = self._journal.recall(digest) is None
             try:
                 if takes_chunks and file.size:
-                    self._upload_in_chunks(file, digest, progress)
+                    self._upload_in_chunks(file, digest, record)
                 else:
-                    self._put_whole(digest, lambda: _proven_parts(file), file.size)
+                    self._put_whole(digest, (lambda: _proven_parts(file), file.size))
                 break
             except _UploadGoneError:
                 takes_chunks = not is_new
                 self._journal.remember(digest, "")
-                progress.attempts.failed(TransientError("the registry does not continue the upload"))
+                failures.failed(TransientError("the registry does not continue the upload"))
             except TransientError as error:
-                progress.attempts.failed(error)
+                failures.failed(error)
         log.info("%s: %s is there, %d bytes", self._address, file.name, file.size)
 
-    def _put_whole(self, digest: str, parts: Callable[[], Iterator[bytes]], length: int) -> None:
-        what = f"writing blob {digest}"
-        location = self._registry.location(self._begin(what))
-        headers = {"Content-Type": "application/octet-stream"}
-        answer = self._registry.send("PUT", _with_digest(location, digest), headers, (parts, length), what=what)
-        self._registry.check(answer, what)
+    def _put_whole(self, digest: str, body: Body) -> None:
+        what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
+        location = self._registry.location(self._registry.request("POST", self._registry.url("blobs/uploads/"), what=what))
+        self._registry.request("PUT", _with_digest(location, digest), headers, body, what=what)
 
-    def _begin(self, what: str) -> HttpResponse:
-        answer = self._registry.send("POST", self._registry.url("blobs/uploads/"), what=what)
-        return self._registry.check(answer, what)
-
-    def _upload_in_chunks(self, file: ReleaseFile, digest: str, progress: _Progress) -> None:
-        """Send the file in chunks, each of which is recorded. Raises _UploadGoneError, TransientError."""
+    def _upload_in_chunks(self, file: ReleaseFile, digest: str, record: Callable[[int], None]) -> None:
+        """Send the file in chunks. record: called with the bytes sent so far. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
         location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
-        # Others may write to the journal, so its addresses are used only if they belong to the registry.
+        # Other pods may write to the journal, so its addresses are used only if they belong to the registry.
         if location is not None and self._registry.is_own(location):
-            offset, location = self._reached(location, what)
+            answer = self._registry.send("GET", location, what=what)
+            if not answer.succeeded:
+                raise _UploadGoneError
+            offset = _received(answer, 0)
+            location = self._registry.location(answer) if "Location" in answer.headers else location
         else:
-            answer = self._begin(what)
+            answer = self._registry.request("POST", self._registry.url("blobs/uploads/"), what=what)
             location = self._registry.location(answer)
             chunk_bytes = max(chunk_bytes, int(answer.headers.get("OCI-Chunk-Min-Length", "0")))
         if offset > file.size:
@@ -219,25 +194,18 @@ class RegistryDestination:
                 if _received(answer, sent) != sent:
                     raise _UploadGoneError
                 self._journal.remember(digest, location)
-                progress.reached(sent)
+                record(sent)
         answer = self._registry.send("PUT", _with_digest(location, digest), headers, b"", what=what)
         if answer.status in _GONE:
             raise _UploadGoneError
         self._registry.check(answer, what)
-
-    def _reached(self, location: str, what: str) -> tuple[int, str]:
-        """The number of bytes that the registry has of an interrupted upload, and where it continues. Raises _UploadGoneError."""
-        answer = self._registry.send("GET", location, what=what)
-        if not answer.succeeded:
-            raise _UploadGoneError
-        return _received(answer, 0), self._registry.location(answer) if "Location" in answer.headers else location
 
     def _with_retries(self, what: str, operation: Callable[[], T]) -> T:
         return with_retries(f"{self._address}: {what}", self._patience, self._stop, destination_unavailable, operation)
 
 
 def _received(answer: HttpResponse, default: int) -> int:
-    """Number of bytes that the registry has. The header names the last byte, and 0-0 may mean none."""
+    """Return the number of bytes that the registry has. Its header names the last byte; 0-0 may mean that it has none."""
     range_match = _RANGE.fullmatch(answer.headers.get("Range", ""))
     if range_match is None:
         return default
@@ -245,7 +213,7 @@ def _received(answer: HttpResponse, default: int) -> int:
 
 
 def _with_digest(location: str, digest: str) -> str:
-    """The address of the upload with the digest. It may be signed, so nothing else of it changes."""
+    """Return the upload's address with the digest appended. Nothing else changes, because the address may be signed."""
     return f"{location}{'&' if '?' in location else '?'}digest={digest.replace(':', '%3A')}"
 
 

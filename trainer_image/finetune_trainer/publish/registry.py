@@ -1,4 +1,4 @@
-"""Requests to a registry for one repository, with the registry's login and redirects, and its refusals in words.
+"""Requests to a registry for one repository: they log in, follow redirects, and explain refusals.
 
 Source: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md; RFC 7617 (Basic), RFC 6750 (Bearer), and the
 token protocol of https://distribution.github.io/distribution/spec/auth/token/ and .../oauth/, which registries and `docker login`
@@ -11,7 +11,6 @@ import base64
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from urllib.parse import urlencode, urljoin, urlsplit
 
@@ -20,10 +19,8 @@ from finetune_trainer.credentials import DOCKER_HUB, RegistryLogin
 from finetune_trainer.errors import DestinationRefusedError
 from finetune_trainer.network.http_status import DENIED, FULL, NOT_FOUND, UNAUTHORIZED
 from finetune_trainer.publish.destination import DESTINATION_FIELD, access_denied, out_of_space, target_not_found
-from finetune_trainer.publish.http import HttpClient, HttpResponse
+from finetune_trainer.publish.http import Body, HttpClient, HttpResponse
 
-Body = tuple[Callable[[], Iterable[bytes]], int]
-"""A function that makes the parts of a body, again for each time that it is sent, and their length in bytes."""
 _DOCKER_HUB_ADDRESS = "registry-1.docker.io"
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _MOST_REDIRECTS = 5
@@ -34,7 +31,7 @@ _PARAMETER = re.compile(r'([a-zA-Z_]+)\s*=\s*(?:"((?:[^"\\]|\\.)*)"|([^\s,"]+))'
 
 
 class Registry:
-    """One repository. Methods raise TransientError if trying again may help, else DestinationRefusedError."""
+    """One repository. Methods raise TransientError if another attempt may help, otherwise DestinationRefusedError."""
 
     def __init__(self, wire: HttpClient, place: RegistryPath, login: RegistryLogin | None, *, plain_http: bool) -> None:
         """plain_http: whether to use the registry without TLS."""
@@ -47,18 +44,19 @@ class Registry:
         self.shown = f"{DESTINATION_FIELD}: oci://{place.registry}/{place.repository}"
 
     def url(self, path: str) -> str:
-        """URL of something in the repository."""
+        """Return the URL of this path in the repository."""
         return f"{self._origin}/v2/{self._repository}/{path}"
 
     def is_own(self, url: str) -> bool:
-        """Whether the address is one of the registry itself."""
+        """Whether the address belongs to the registry itself."""
         return _origin(url) == _origin(self._origin)
 
     def send(
         self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
     ) -> HttpResponse:
-        """Send a request; returns an answer that is neither a refused login nor a transient failure. The caller checks its
-        status.
+        """Send a request and return its answer, whose status the caller checks.
+
+        Raises for refused access, full storage and transient failures.
         """
         used = self._authorization
         answer = self._follow(method, url, headers or {}, body, used)
@@ -73,6 +71,12 @@ class Registry:
             raise answer.transient_failure
         return answer
 
+    def request(
+        self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
+    ) -> HttpResponse:
+        """Send a request and return the answer; raises if the request failed."""
+        return self.check(self.send(method, url, headers, body, what=what), what)
+
     def check(self, answer: HttpResponse, what: str) -> HttpResponse:
         """Return the answer; raises if the request failed."""
         if answer.succeeded:
@@ -85,10 +89,8 @@ class Registry:
         )
 
     def location(self, answer: HttpResponse) -> str:
-        """Address at which an upload continues."""
-        return self._secure(urljoin(answer.url, answer.headers.get("Location", "")))
-
-    def _secure(self, url: str) -> str:
+        """Return the address at which an upload continues."""
+        url = urljoin(answer.url, answer.headers.get("Location", ""))
         if not self._plain_http and urlsplit(url).scheme != "https":
             raise DestinationRefusedError(
                 f"{self.shown}: redirects to an address without TLS", "have the registry's administrator fix it"
@@ -100,35 +102,62 @@ class Registry:
     ) -> HttpResponse:
         for _ in range(_MOST_REDIRECTS):
             sent = dict(headers)
-            # Storage to which a registry redirects has its own signatures, and must not learn the registry's secrets.
+            # A registry may redirect to storage with signed addresses, which must not learn the registry's secrets.
             if authorization is not None and self.is_own(url):
                 sent["Authorization"] = authorization
-            if isinstance(body, tuple):
-                parts, length = body
-                answer = self._wire.stream(method, url, sent, parts(), length)
-            else:
-                answer = self._wire.send(method, url, sent, body)
+            answer = self._wire.send(method, url, sent, body)
             if answer.status not in _REDIRECTS:
                 return answer
             url = self.location(answer)
         raise DestinationRefusedError(f"{self.shown}: redirects in a loop", "have the registry's administrator fix it")
 
     def _log_in(self, header: str, used: str | None) -> bool:
-        """Log in; returns whether the request is worth repeating. used: the refused authorization."""
+        """Log in and return whether the request should be repeated. used: the authorization that was refused."""
         with self._lock:
             if self._authorization != used:  # another thread has logged in meanwhile
                 return True
             for challenge in parse_challenges(header):
                 if challenge.scheme == "bearer":
-                    scope = f"repository:{self._repository}:pull,push"
-                    self._authorization = bearer_authorization(
-                        self._wire, challenge, self._login, scope, self.shown, plain_http=self._plain_http
-                    )
+                    self._authorization = self._bearer_authorization(challenge)
                     return self._authorization is not None
                 if self._login is not None and self._login.password:
-                    self._authorization = basic_authorization(self._login)
+                    self._authorization = _basic_authorization(self._login)
                     return self._authorization != used
             return False
+
+    def _bearer_authorization(self, challenge: Challenge) -> str | None:
+        """Return an Authorization header with a token for this repository; None if the token service refuses.
+
+        The registry itself names the token service, so the service may see the login that the registry may see. Only a
+        `plain_http` registry may name a service without TLS. Raises TransientError, DestinationRefusedError.
+        """
+        realm = challenge.parameters.get("realm", "")
+        scheme = urlsplit(realm).scheme
+        if scheme != "https" and not (self._plain_http and scheme == "http"):
+            raise DestinationRefusedError(
+                f"{self.shown}: names a token service without TLS, which gets no credentials",
+                "have the registry's administrator fix it",
+            )
+        query = {"service": challenge.parameters["service"]} if "service" in challenge.parameters else {}
+        query["scope"] = f"repository:{self._repository}:pull,push"
+        if self._login is not None and self._login.identity_token is not None:
+            form = {"grant_type": "refresh_token", "refresh_token": self._login.identity_token, "client_id": CLIENT}
+            headers = {"Content-Type": "application/x-www-form-urlencoded"}
+            answer = self._wire.send("POST", realm, headers, urlencode(query | form).encode())
+        else:
+            headers = {} if self._login is None else {"Authorization": _basic_authorization(self._login)}
+            separator = "&" if "?" in realm else "?"
+            answer = self._wire.send("GET", f"{realm}{separator}{urlencode(query)}", headers)
+        if answer.transient_failure is not None:
+            raise answer.transient_failure
+        if not answer.succeeded:
+            return None
+        try:
+            document = json.loads(answer.content)
+            token = document.get("token") or document.get("access_token")
+        except (ValueError, AttributeError):
+            token = None
+        return f"Bearer {token}" if isinstance(token, str) and token else None
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
@@ -137,7 +166,7 @@ def _origin(url: str) -> tuple[str, str | None, int | None]:
 
 
 def _status_text(answer: HttpResponse, what: str) -> str:
-    """Status and the registry's error code, without its message, which may contain anything."""
+    """Return the status and the registry's error code as text. The registry's message may contain anything, so it is left out."""
     try:
         code = str(json.loads(answer.content)["errors"][0]["code"])
     except (ValueError, KeyError, IndexError, TypeError):
@@ -156,12 +185,12 @@ class Challenge:
 
 
 def parse_challenges(header: str) -> list[Challenge]:
-    """The known schemes of a WWW-Authenticate header, in its order."""
+    """Return the known schemes of a WWW-Authenticate header, in the header's order."""
     challenges = []
     starts = [match for match in _SCHEME.finditer(header) if header[: match.start()].count('"') % 2 == 0]
     for number, match in enumerate(starts):
         end = starts[number + 1].start() if number + 1 < len(starts) else len(header)
-        # A parameter's name is not a scheme.
+        # A parameter may have the name of a scheme. It is followed by =, and does not begin a challenge.
         if header[match.end() : end].lstrip().startswith("="):
             continue
         parameters = {name.lower(): quoted or plain for name, quoted, plain in _PARAMETER.findall(header[match.end() : end])}
@@ -169,42 +198,5 @@ def parse_challenges(header: str) -> list[Challenge]:
     return challenges
 
 
-def basic_authorization(login: RegistryLogin) -> str:
-    """Value of the Authorization header."""
+def _basic_authorization(login: RegistryLogin) -> str:
     return "Basic " + base64.b64encode(f"{login.username}:{login.password}".encode()).decode()
-
-
-def bearer_authorization(
-    wire: HttpClient, challenge: Challenge, login: RegistryLogin | None, scope: str, shown: str, *, plain_http: bool
-) -> str | None:
-    """Value of the Authorization header with a token for this scope; None if the token service refuses.
-
-    The registry itself names the token service, so a login that is trusted to one is trusted to the other; only `plain_http`
-    registries may name one without TLS. Raises TransientError, DestinationRefusedError.
-    """
-    realm = challenge.parameters.get("realm", "")
-    scheme = urlsplit(realm).scheme
-    if scheme != "https" and not (plain_http and scheme == "http"):
-        raise DestinationRefusedError(
-            f"{shown}: names a token service without TLS, which gets no credentials", "have the registry's administrator fix it"
-        )
-    query = {"service": challenge.parameters["service"]} if "service" in challenge.parameters else {}
-    query["scope"] = scope
-    if login is not None and login.identity_token is not None:
-        form = query | {"grant_type": "refresh_token", "refresh_token": login.identity_token, "client_id": CLIENT}
-        headers = {"Content-Type": "application/x-www-form-urlencoded"}
-        answer = wire.send("POST", realm, headers, urlencode(form).encode())
-    else:
-        headers = {} if login is None else {"Authorization": basic_authorization(login)}
-        separator = "&" if "?" in realm else "?"
-        answer = wire.send("GET", f"{realm}{separator}{urlencode(query)}", headers)
-    if answer.transient_failure is not None:
-        raise answer.transient_failure
-    if not answer.succeeded:
-        return None
-    try:
-        document = json.loads(answer.content)
-        token = document.get("token") or document.get("access_token")
-    except (ValueError, AttributeError):
-        token = None
-    return f"Bearer {token}" if isinstance(token, str) and token else None

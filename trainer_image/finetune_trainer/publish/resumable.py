@@ -1,8 +1,8 @@
-"""A journal of what a destination already holds, which makes uploads resumable, and a reader that proves each file.
+"""Resumable uploads: a journal of what a destination holds, a reader that proves each file before it is sent, and threads.
 
-Both read from the workspace, where others may write: they follow no link, and an address in the journal is used only if it
-belongs to the registry. Lines of the journal are appended and not synced: a kill loses none, and what a power cut loses is sent
-again.
+Both read from the workspace, where other pods may write: they follow no link, and an address in the journal is used only if it
+belongs to the registry. Lines of the journal are appended without a sync: a kill loses no line, and what a power cut loses is
+sent again.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import io
 import json
 import os
 import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import TypeVar
 
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import OutsideError, SpecialFileError, read_own
+from finetune_trainer.json_lines import read_lines
 from finetune_trainer.network.retry import StoppedError
 from finetune_trainer.release.files import ReleaseFile
 
+T = TypeVar("T")
+
 BLOCK_BYTES = 1 << 20
-"""Bytes that are proven at a time, and held in memory."""
+"""Number of bytes that are proven, and held in memory, at a time."""
 
 
 class UploadJournal:
-    """Texts by name; the last one counts. Several threads may use it."""
+    """A file of named texts; the last text of a name counts. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -34,20 +40,16 @@ class UploadJournal:
                 content = read_own(path)
             except SpecialFileError as error:
                 raise CheckpointError(f"{path}: {error.strerror}", "delete it and publish again") from error
-            for line in content.splitlines():
-                try:
-                    entry = json.loads(line)
-                    self._known[str(entry["name"])] = str(entry["value"])
-                except (ValueError, KeyError, TypeError):  # the last line of an attempt that was killed
-                    continue
+            entries = read_lines(content.decode(errors="replace"))
+            self._known = {str(entry["name"]): str(entry["value"]) for entry in entries if {"name", "value"} <= entry.keys()}
 
     def recall(self, name: str) -> str | None:
-        """The last remembered text, or None."""
+        """Return the last text that was remembered under this name, or None."""
         with self._lock:
             return self._known.get(name) or None
 
     def remember(self, name: str, value: str) -> None:
-        """Remember a text; an empty one removes the name."""
+        """Remember a text under a name; an empty text removes the name."""
         with self._lock:
             self._known[name] = value
             # Addresses of open uploads may give access to anyone who reads them.
@@ -66,14 +68,14 @@ class UploadJournal:
 
 
 class ProvenReader(io.BufferedIOBase):
-    """A file of a release of which only proven bytes are read.
+    """A file of a release that hands out only proven bytes.
 
-    Whoever chose the destination may read everything that arrives there, even of an upload that is never completed. So the whole
-    file is hashed first, through the descriptor from which it is read later, and each block is compared again with its hash.
+    Whoever chose the destination may read everything that arrives there, even from an upload that is never completed. So the
+    whole file is hashed first, through the descriptor that is read later, and each block is compared with its hash when read.
     """
 
     def __init__(self, file: ReleaseFile, stop: threading.Event | None = None) -> None:
-        """Open and prove the file. stop: ends this and every read. Raises CheckpointError, StoppedError, OSError."""
+        """Open and prove the file. stop: ends the proof and every read. Raises CheckpointError, StoppedError, OSError."""
         super().__init__()
         self._released, self._stop, self.bytes_read = file, stop, 0
         self._offset, self._blocks, self._held = 0, list[bytes](), (-1, b"")
@@ -99,7 +101,7 @@ class ProvenReader(io.BufferedIOBase):
             remaining -= len(block)
         if remaining or self._file.read(1):
             raise _damaged(self._released, f"it does not have the {self._released.size} bytes that it had")
-        # The actual digest is not shown: it might be one of a secret.
+        # The actual digest is not shown: it might be the digest of a secret.
         if digest.hexdigest() != self._released.sha256:
             raise _damaged(self._released, f"its sha256 is not {self._released.sha256}, which was to be published")
 
@@ -107,23 +109,20 @@ class ProvenReader(io.BufferedIOBase):
         if self._stop is not None and self._stop.is_set():
             raise StoppedError
 
-    def _block(self, number: int) -> bytes:
-        if self._held[0] != number:
-            self._file.seek(number * BLOCK_BYTES)
-            block = self._file.read(BLOCK_BYTES)
-            if hashlib.sha256(block).digest() != self._blocks[number]:
-                raise _damaged(self._released, "it changed while it was sent")
-            self._held = number, block
-        return self._held[1]
-
     def read(self, size: int | None = -1, /) -> bytes:
-        """The next bytes: `size` of them, fewer only at the end. Raises CheckpointError, StoppedError, OSError."""
+        """Read the next `size` bytes, or fewer at the end. Raises CheckpointError, StoppedError, OSError."""
         self._check_stop()
         end = self._released.size if size is None or size < 0 else min(self._offset + size, self._released.size)
         parts = []
         while self._offset < end:
             number, start = divmod(self._offset, BLOCK_BYTES)
-            part = self._block(number)[start : start + end - self._offset]
+            if self._held[0] != number:
+                self._file.seek(number * BLOCK_BYTES)
+                block = self._file.read(BLOCK_BYTES)
+                if hashlib.sha256(block).digest() != self._blocks[number]:
+                    raise _damaged(self._released, "it changed while it was sent")
+                self._held = number, block
+            part = self._held[1][start : start + end - self._offset]
             parts.append(part)
             self._offset += len(part)
         content = b"".join(parts)
@@ -131,7 +130,7 @@ class ProvenReader(io.BufferedIOBase):
         return content
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        """See io.IOBase; positions beyond the end become the end."""
+        """Move as io.IOBase.seek does, but never past the end."""
         before = {os.SEEK_SET: 0, os.SEEK_CUR: self._offset, os.SEEK_END: self._released.size}[whence]
         self._offset = min(max(before + offset, 0), self._released.size)
         return self._offset
@@ -150,8 +149,24 @@ class ProvenReader(io.BufferedIOBase):
         super().close()
 
 
+def upload_all(upload: Callable[[ReleaseFile], T], files: Sequence[ReleaseFile], threads: int, stop: threading.Event) -> list[T]:
+    """Upload several files at a time and return the results. The first failure ends the other uploads, and is raised."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="upload") as pool:
+        futures = [pool.submit(upload, file) for file in files]
+        try:
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            failures = [error for future in finished if (error := future.exception()) is not None]
+            if failures:
+                raise next((error for error in failures if not isinstance(error, StoppedError)), failures[0])
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [future.result() for future in futures]
+
+
 def read_proven(file: ReleaseFile) -> bytes:
-    """All bytes of a small file. Raises OSError, CheckpointError."""
+    """Read all bytes of a small file. Raises OSError, CheckpointError."""
     with ProvenReader(file) as reader:
         return reader.read()
 

@@ -1,1 +1,1 @@
-"""Processes that train together: how they join, show that they are alive, find the rank that others wait for, and report."""
+"""Processes that train together: they join, show that they are alive, find the rank that others wait for, and report."""

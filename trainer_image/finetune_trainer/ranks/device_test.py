@@ -1,8 +1,7 @@
-"""A test of a rank's device for a second before it trains: memory, matrix products, and a sum over all ranks.
+"""Tests a rank's device for a second before it trains: memory, matrix products, and a sum over all ranks.
 
-A device that computes wrong results trains a wrong model, and a slow one holds up all others. The computations have one exact
-result in every order and precision of sums, so results are compared bit by bit. The figures are the speeds that the device
-reaches.
+A device that computes wrong results trains a wrong model, and a slow one delays all others. The computations have the same exact
+result in every order and precision of sums, so results are compared bit by bit. The device's speeds are also measured.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ from finetune_trainer.ranks.gang import Gang
 log = logging.getLogger(__name__)
 
 SIZE = {"cuda": 8192, "cpu": 256}
-"""Rows and columns of a product: large enough to reach the device's peak, and 9 milliseconds at that of an L4."""
+"""Rows and columns of a product: large enough to reach the device's peak speed, at which an L4 takes 9 milliseconds."""
 BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
-"""Largest number of bytes that are tested; fewer if less memory is free."""
+"""Maximum number of bytes that are tested; fewer are if little memory is free."""
 ROUNDS = 5
 PATTERNS = (0x55, 0xAA)
-"""Patterns in which every bit is once 0 and once 1."""
+"""Two bytes in which every bit is once 0 and once 1."""
 SLOW_SHARE = 0.8
-"""A device below this share of the median is too hot, shared or broken, and not just slower than others."""
+"""A device below this share of the median speed is too hot, shared or broken, not just slower than others."""
 _SEED = 20_240_601
 _NONZERO_SHARE = 0.125
-"""Share of entries of 1, and of -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 represents integers
-exactly.
+"""Share of entries that are 1; as many are -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 represents
+integers exactly.
 """
 
 
@@ -44,28 +43,26 @@ class DeviceFigures:
     flops: float
     """Operations per second in a bfloat16 product."""
     memory: float
-    """Bytes per second, read and written, in a copy."""
+    """Bytes per second in a copy, those read plus those written."""
     slowest_share: float = 1.0
-    """Operations per second of the slowest rank's device over those of the median one."""
+    """Operations per second of the slowest rank's device, divided by the median over all ranks."""
 
 
 def check_device(gang: Gang) -> DeviceFigures:
-    """Test this rank's device. Call this on all ranks together, before anything else is on the device. Raises
-    DeviceFaultError.
-    """
+    """Test this rank's device. All ranks call this together, before anything else is on the device. Raises DeviceFaultError."""
     figures = DeviceFigures(flops=_products(gang.device), memory=_memory(gang.device))
     _sum_over_ranks(gang)
     if gang.device.type == "cuda":
-        # Frees the tested memory for training, and leaves it out of peaks.
+        # Free the tested memory for training, and do not count it in peaks.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gang.device)
     return replace(figures, slowest_share=_slowest_share(gang.gather(figures.flops, float), says=gang.is_first))
 
 
 def _slowest_share(flops: Sequence[float], *, says: bool) -> float:
-    """Speed of the slowest rank over that of the median. flops: by rank.
+    """Speed of the slowest rank divided by the median; if `says`, log a slow one. flops: by rank.
 
-    In a training step all ranks wait for the slowest inside collectives, so it does not stand out there.
+    In a training step, all ranks wait for the slowest inside collectives, so it would not be noticed there.
     """
     share = min(flops) / statistics.median(flops)
     if says and share < SLOW_SHARE:
@@ -82,7 +79,7 @@ def _products(device: torch.device) -> float:
     drawn = torch.rand((2, size, size), generator=generator, device=device)
     signs = (drawn < _NONZERO_SHARE).to(torch.bfloat16) - (drawn > 1 - _NONZERO_SHARE).to(torch.bfloat16)
     first, second = signs
-    # (first @ second) @ vector and first @ (second @ vector) are equal, and the second takes a thousandth of the operations.
+    # (first @ second) @ vector equals first @ (second @ vector), which takes a thousandth of the operations.
     vector = torch.arange(size, dtype=torch.float64).remainder(7).to(device)
     wanted = first.double() @ (second.double() @ vector)
     seconds = _shortest(lambda: torch.mm(first, second), device)
@@ -112,7 +109,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _sum_over_ranks(gang: Gang) -> None:
-    """Check a sum of integers over the links that gradients take."""
+    """Check a sum of integers over the links that gradients use."""
     if gang.world_size == 1:
         return
     length = 1 << 20 if gang.device.type == "cuda" else 1 << 10
@@ -129,7 +126,7 @@ def _sum_over_ranks(gang: Gang) -> None:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest round."""
+    """Seconds that the fastest round takes."""
     seconds = []
     for _ in range(ROUNDS):
         _wait(device)
@@ -146,7 +143,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _name(device: torch.device) -> str:
-    """Name of the device, with the serial number that `nvidia-smi -L` lists."""
+    """Name of the device, with the UUID that `nvidia-smi -L` lists."""
     if device.type != "cuda":
         return "the processor"
     facts = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""This process as a rank, and the small messages by which ranks agree.
+"""This process as a rank, and the small messages through which ranks agree.
 
-Messages are JSON of a fixed form and a bounded length, never pickles: torch does not authenticate members, so whoever can reach
-the ports of a gang can join it, and reading a pickle runs its sender's code.
+Messages are JSON of a fixed form and bounded length, never pickles: torch does not authenticate members, so any program that can
+reach a gang's ports can join it, and reading a pickle would run the sender's code.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ _AFTER_THE_WATCHDOG = timedelta(minutes=1)
 ENVIRONMENT = "env://"
 """URL with which torch reads rank 0's address from torchrun's environment variables."""
 MOST_MESSAGE_BYTES = 16 << 20
-"""Largest message of one rank. The longest one lists unusable checkpoints, a sentence each."""
+"""Maximum size of a rank's message. The longest messages list unusable checkpoints, with a sentence for each."""
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""Name of a directory's entry, which cannot lead outside the directory."""
+"""Name of an entry of a directory, which cannot lead outside the directory."""
 
 
 @dataclass(frozen=True)
 class Gang:
-    """One rank among `world_size`."""
+    """This process as one of `world_size` ranks."""
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     messages: dist.ProcessGroup | None
-    """A gloo group for small messages, so that they need no accelerator; None in a world of one."""
+    """A gloo group for small messages, so that they need no accelerator; None if there is only one rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: T, form: Any) -> list[T]:
-        """Every rank's value, by rank. form: their type, as pydantic reads it. Raises InvariantError for another type."""
+        """Every rank's value, by rank. form: the type of the values, for pydantic. Raises InvariantError for another type."""
         if self.world_size == 1:
             return [value]
         message = _encoded(value, form)
@@ -80,7 +80,7 @@ class Gang:
             dist.barrier(group=self.messages)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Sums over all ranks, in float64."""
+        """Add each value over all ranks, in float64."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -98,7 +98,7 @@ def _encoded(value: object, form: Any) -> bytes:
 
 
 def _padded(message: bytes, size: int) -> torch.Tensor:
-    """(size,) uint8."""
+    """Pad the message with spaces to uint8 [size]."""
     return torch.frombuffer(bytearray(message.ljust(size, b" ")), dtype=torch.uint8)
 
 
@@ -113,11 +113,11 @@ def _decoded(rank: int, message: torch.Tensor, form: Any) -> Any:
         return _adapter(form).validate_json(message.numpy().tobytes(), strict=True)
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
-        raise InvariantError(f"rank {rank} sent a message of another form than {form}: {first['msg']}") from None
+        raise InvariantError(f"rank {rank} sent a message that is not of the form {form}: {first['msg']}") from None
 
 
 def collective_timeout(step_timeout_seconds: float) -> timedelta:
-    """Timeout of collectives. It is longer than the watchdog, which knows more, needs to end all ranks.
+    """Timeout of collectives. The watchdog ends all ranks earlier, because it knows more.
 
     A dead rank is still noticed at once, because its connections close.
     """
@@ -132,9 +132,9 @@ def joined(
     init_method: str = ENVIRONMENT,
     step_timeout_seconds: float = STEP_TIMEOUT_SECONDS,
 ) -> Iterator[Gang]:
-    """Join the process group and leave it after success. It uses NCCL if there is a GPU, else gloo on the CPU.
+    """Join the process group, and leave it after success. The group uses NCCL if there is a GPU, otherwise gloo on the CPU.
 
-    After a failure the group is not left: leaving it could wait for dead ranks, and the process ends anyway.
+    After a failure, this does not leave the group: that could wait for dead ranks, and the process ends anyway.
     """
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

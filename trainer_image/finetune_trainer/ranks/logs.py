@@ -1,5 +1,5 @@
-"""Output of ranks: it is read from a pipe per local rank, kept in size-capped files on the workspace, and shown with the rank's
-name.
+"""Reads the output of ranks from a pipe per local rank, keeps it in size-capped files on the workspace, and prints it with the
+rank's name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from types import TracebackType
 from finetune_trainer.files import append_to_own
 
 CAP_BYTES = 8 << 20
-"""A log file that reaches this size is renamed to `<name>.previous`, so at most twice as much is kept, always the newest."""
+"""A log file that reaches this size is renamed to `<name>.previous`, so that at most twice this size is kept."""
 
 
 class CappedFile:
-    """A log file that keeps between one and two caps of the newest bytes."""
+    """A log file of which the newest bytes are kept, once or twice `cap_bytes`."""
 
     def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
         self._path, self._cap_bytes = path, cap_bytes
@@ -27,7 +27,7 @@ class CappedFile:
         self._file = os.fdopen(append_to_own(path), "ab", buffering=0)
 
     def write(self, content: bytes) -> None:
-        """Append. Raises OSError."""
+        """Append `content`. Raises OSError."""
         if self._file.tell() and self._file.tell() + len(content) > self._cap_bytes:
             self._file.close()
             self._path.replace(self._path.with_name(f"{self._path.name}.previous"))
@@ -62,7 +62,7 @@ class RankLogs:
 
     def __enter__(self) -> RankLogs:
         for local_rank, rank in enumerate(self._ranks):
-            # Opened for writing, too, so that the pipe stays open when one writer closes it.
+            # Also opened for writing, so that the pipe stays open when a rank closes it.
             descriptor = os.open(self.pipes / str(local_rank), os.O_RDWR | os.O_NONBLOCK)
             thread = threading.Thread(target=self._copy, args=(descriptor, rank), daemon=True)
             thread.start()
@@ -91,7 +91,7 @@ class RankLogs:
                     log = log or CappedFile(self._logs / rank_log_name(rank))
                     log.write(content)
                 except OSError:
-                    # A full claim must not stop the ranks, which would block on a pipe without a reader.
+                    # Keep reading if the claim is full: the ranks would block on a pipe without a reader.
                     pass
                 *lines, rest = (rest + content).split(b"\n")
                 show(f"rank {rank}", lines)
@@ -103,7 +103,7 @@ class RankLogs:
 
 
 def show(source: str, lines: list[bytes]) -> None:
-    """Print lines with their source in front. Lines stay whole even if other threads print."""
+    """Print lines, each after its source. Lines stay whole even if other threads print."""
     text = "".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines)
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,7 +1,7 @@
-"""Reports of ranks on the workspace, and the choice of the one that names the cause.
+"""Reports of ranks on the workspace, and the choice of the report that names the cause.
 
-A rank that saw a collective fail is usually the echo of another rank's failure. So it waits before it exits, which lets the cause
-exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node alike.
+A failed collective is usually the echo of another rank's failure. So a rank that saw one waits before it exits, which lets the
+cause exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport, pars
 from finetune_trainer.files import read_own, write_durably
 
 ECHO_SECONDS = 15.0
-"""Time that a rank that saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
+"""Time that a rank which saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
 _NCCL = "ProcessGroupNCCL"
 _FAILED_RANK = re.compile(r"^\s*rank\s*:\s*(\d+)\s*\(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 
@@ -27,7 +27,7 @@ def rank_report_name(rank: int) -> str:
 
 
 def rank_process_name(rank: int) -> str:
-    """Name of a rank's process, by which the supervisor recognises it."""
+    """Name of a rank's process; the supervisor recognises a rank by it."""
     return f"rank-{rank:05d}"
 
 
@@ -38,7 +38,7 @@ def write_rank_report(directory: Path, report: TerminationReport) -> None:
 
 
 def read_rank_reports(directory: Path) -> list[TerminationReport]:
-    """All reports of ranks of this attempt, on any node."""
+    """All reports of this attempt's ranks, on any node."""
     if not directory.is_dir():
         return []
     read = (_read_report(path) for path in sorted(directory.glob("rank-*.json")))
@@ -53,20 +53,20 @@ def _read_report(path: Path) -> TerminationReport | None:
 
 
 def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove the reports of an earlier run of the same attempt about these ranks."""
+    """Remove reports of these ranks that an earlier run of the same attempt left."""
     for rank in ranks:
         (directory / rank_report_name(rank)).unlink(missing_ok=True)
 
 
 def date_echo(report: TerminationReport) -> TerminationReport:
-    """Date an echo to the end of its wait; other reports are unchanged."""
+    """Date the report of an echo to the end of its wait. Other reports are returned unchanged."""
     if report.failure is not FailureClass.COLLECTIVE:
         return report
     return report.model_copy(update={"time": report.time + ECHO_SECONDS})
 
 
 def root_cause(reports: Iterable[TerminationReport]) -> TerminationReport | None:
-    """The earliest failure, of the lowest rank if times are equal. None if no rank failed."""
+    """The earliest failure, of the lowest rank if times are equal; None if no rank failed."""
     failed = [report for report in reports if report.outcome is not Outcome.SUCCEEDED]
     return min(failed, key=lambda report: (report.time, report.rank or 0), default=None)
 
@@ -78,15 +78,15 @@ def failed_ranks(torchrun_output: str) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class SilentEvidence:
-    """Evidence about ranks that ended without a report."""
+    """Evidence about ranks that exited without a report."""
 
     role: str
     attempt: int
     node_rank: int
     is_out_of_memory: bool
-    """The kernel killed a process of this container for memory."""
+    """Whether the kernel killed a process of this container for lack of memory."""
     log_ends: Mapping[int, str]
-    """Rank -> the end of its output."""
+    """Rank -> the end of that rank's output."""
     now: float
     """Seconds since the epoch."""
 
@@ -94,7 +94,7 @@ class SilentEvidence:
 def silent_failures(
     exit_codes: Mapping[int, int], reports: Iterable[TerminationReport], evidence: SilentEvidence
 ) -> list[TerminationReport]:
-    """Reports for ranks that ended without one."""
+    """Make reports for the ranks that failed without a report."""
     reported = {report.rank for report in reports}
     silent_reports = []
     for rank, code in sorted(exit_codes.items()):
@@ -108,7 +108,7 @@ def silent_failures(
             failure, hint = FailureClass.HOST_OUT_OF_MEMORY, "raise the memory of the profile's resources"
             message += ", because the container's memory was used up"
         elif code == -signal.SIGABRT and _NCCL in evidence.log_ends.get(rank, ""):
-            # NCCL's watchdog ends a process whose collective failed before Python sees the error.
+            # If a collective fails, NCCL's watchdog kills the process before Python sees the error.
             failure = FailureClass.COLLECTIVE
             message += ", sent by NCCL's watchdog after a collective failed"
         report = TerminationReport(

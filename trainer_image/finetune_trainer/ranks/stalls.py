@@ -1,7 +1,7 @@
-"""Finding the rank that keeps the others waiting, from plain records of ranks. Needs no torch.
+"""Finds the rank that keeps the others waiting, from plain records of ranks. Imports no torch.
 
-Collectives couple the ranks, so when one stops all of them stop, and their latest steps do not differ. The number of collectives
-that each has entered does: a waiting rank has entered the one that the culprit has not reached.
+Collectives couple the ranks, so when one rank stops, all stop, at the same step. What differs is the number of collectives that
+each has entered: a waiting rank has entered the collective that the culprit has not reached.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from finetune_job.names import Role
 from finetune_trainer.files import read_own
 
 LONG_FACTOR = 4
-"""Number of step timeouts that a rank may take for its first step, and for what it announces to be long."""
+"""Number of step timeouts that a rank may take for its first step, and for an activity that it announces as long."""
 LONG_SECONDS_LEAST = 300.0
-"""Lower bound of that time for short step timeouts, which do not make a model load faster."""
+"""Lower bound of the time for long activities, since a model loads no faster with a short step timeout."""
 START_SECONDS = 600.0
-"""Timeout of a rank's start and of joining the others. Imports take no longer even on a machine that is overloaded a
+"""Maximum time for a rank's start, and for joining the others. Imports take less even on a machine that is overloaded a
 hundredfold.
 """
 STALLED_FILE = "stalled.json"
-"""File of the verdict in the directory of stacks, written once by the first rank that reached it."""
+"""File of the verdict in the directory of stacks, written once, by the first rank that reaches one."""
 JOIN = "join"
-"""Activity of a rank that joins the others. Its time counts from the moment at which all of them run."""
+"""Activity of a rank that joins the others. Its time counts from the moment at which all ranks run."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
-"""Shortest and longest silence. NFS clients may see a new file up to a minute late, which must not look like silence."""
+"""Bounds of `silence`. The upper one is above a minute, because NFS clients may see a new file that late."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +41,22 @@ class StallTimeouts:
     step: float
     long: float
     start: float
-    """Time that a rank may take to start its watchdog, and to join the others once all watchdogs run."""
+    """Time that a rank may take to start its watchdog, and then to join the others after all watchdogs run."""
     silence: float
-    """A watchdog that has written no record for this time belongs to a process that is stopped, dead or starved."""
+    """Time after which a watchdog that writes no record is silent: its process is stopped, dead or starved."""
 
     def allowance(self, *, is_long: bool) -> float:
-        """Time that a rank may go without a beat. is_long: whether the latest beat announced something long."""
+        """Time that a rank may go without a beat. is_long: whether the latest beat announced a long activity."""
         return self.long if is_long else self.step
 
     @property
     def turn(self) -> float:
-        """Time between two looks of a watchdog."""
+        """Time between two turns of a watchdog."""
         return self.silence / TURNS_IN_SILENCE
 
     @property
     def collection(self) -> float:
-        """Time that a verdict waits for the stacks of all ranks: each takes up to a turn to see it, and a moment to write."""
+        """Time to wait after a verdict for the stacks of all ranks: each takes up to a turn to see the verdict, then writes."""
         return self.silence + 5.0
 
     @property
@@ -86,17 +86,17 @@ class HeartbeatRecord(BaseModel):
     pid: int
     """Process id of the rank on its node."""
     turn: int
-    """Number of the record. If it does not change, the watchdog no longer runs."""
+    """Number of the record. If the number stays the same, the watchdog no longer runs."""
     what: str
     step: int
     idle_seconds: float
     """Time since the latest beat."""
     is_overdue: bool
-    """Whether the rank exceeds its own allowance, which depends on its activity."""
+    """Whether the rank exceeds the allowance for its activity."""
     collectives: int
-    """Number of collectives entered so far."""
+    """Number of collectives that the rank has entered so far."""
     is_in_collective: bool
-    """Judged by the main thread's innermost frames. With NCCL a rank waits elsewhere, so this only decides ties."""
+    """Whether the main thread's innermost frames show a collective. With NCCL a rank waits elsewhere; this only decides ties."""
     at: str
     """Location of the main thread: its innermost frame outside of libraries."""
 
@@ -109,16 +109,17 @@ class Stall(BaseModel):
     """The rank that keeps the others waiting."""
     node_rank: int | None
     step: int | None
+    """Optimizer step of the stall; None: the ranks had not met yet."""
     declared_by: int | None
-    """Rank whose watchdog declared it. None: the supervisor of the rank's node did."""
+    """Rank whose watchdog declared the stall; None: the supervisor of the culprit's node did."""
     silent: list[int]
-    """Ranks whose watchdogs no longer write, so that no stacks are expected from them."""
+    """Ranks whose watchdogs no longer write, so no stacks are expected from them."""
     message: str
     time: float
     """Seconds since the epoch."""
 
     def report(self, attempt: int, stacks: str) -> TerminationReport:
-        """The report in the name of the rank that stopped. stacks: of its threads; empty if it could not write them."""
+        """The report in the name of the rank that stopped. stacks: those of its threads; empty if it could not write them."""
         return TerminationReport(
             role=Role.TRAIN.value,
             attempt=attempt,
@@ -150,7 +151,7 @@ class Stall(BaseModel):
 
 
 def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -> Stall:
-    """The verdict on ranks of a node that started and gave no sign of life within `seconds`."""
+    """The verdict on ranks of a node that gave no sign of life within `seconds` of their start."""
     others = f", nor have ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
     return Stall(
         rank=silent[0],
@@ -164,13 +165,10 @@ def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -
 
 
 def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
-    """Find the rank that stopped; None if the rank that the others wait for is still within its allowance.
+    """Find the rank that stopped; None if the rank that the others wait for may still take its time.
 
-    Args:
-    records: The latest record of each rank that has written one.
-    silent: Ranks whose records no longer change, or that never wrote one.
-    declared_by: The rank that asks; it is overdue itself.
-    now: Seconds since the epoch.
+    records: the latest record of each rank that has written one. silent: ranks whose records no longer change, or that never
+    wrote a record. declared_by: the rank that calls this, which is overdue itself. now: seconds since the epoch.
     """
     silent_ranks = sorted(silent)
     if silent_ranks:
@@ -185,7 +183,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
         return Stall(
             rank=first,
             node_rank=last_record.node_rank if last_record else None,
-            # Ranks are in step with each other, and the record of the silent rank may be a turn old.
+            # All ranks are at the same step, and the silent rank's own record may be a turn old.
             step=max((record.step for record in records.values()), default=None),
             declared_by=declared_by,
             silent=silent_ranks,
@@ -208,7 +206,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
     return Stall(
         rank=culprit.rank,
         node_rank=culprit.node_rank,
-        step=culprit.step,
+        step=None if culprit.what == JOIN else culprit.step,
         declared_by=declared_by,
         silent=[],
         message=message,
@@ -217,7 +215,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
 
 
 def heartbeat_file_name(rank: int) -> str:
-    """File name of a rank's record, which is removed when the rank ends normally."""
+    """File name of a rank's record. The rank removes the file when it ends normally."""
     return f"heartbeat-{rank:05d}.json"
 
 
@@ -227,12 +225,12 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_recorder_name(rank: int) -> str:
-    """File name of the collective library's records of a rank."""
+    """File name for the collective library's records of a rank."""
     return f"collectives-{rank:05d}.json"
 
 
 def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove the traces of an earlier run of the same attempt about these ranks."""
+    """Remove traces of these ranks that an earlier run of the same attempt left, and its verdict."""
     for rank in ranks:
         for name in (heartbeat_file_name(rank), stacks_name(rank), flight_recorder_name(rank)):
             (directory / name).unlink(missing_ok=True)
@@ -240,7 +238,7 @@ def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
 
 
 def read_stall(directory: Path) -> Stall | None:
-    """Read the verdict; None if there is none yet."""
+    """Read the verdict; None if none can be read yet."""
     try:
         return Stall.model_validate_json(read_own(directory / STALLED_FILE))
     except (OSError, ValidationError):
@@ -248,7 +246,7 @@ def read_stall(directory: Path) -> Stall | None:
 
 
 def read_heartbeat(path: Path) -> HeartbeatRecord | None:
-    """Read a rank's record; None if there is none."""
+    """Read a rank's record; None if none can be read."""
     try:
         return HeartbeatRecord.model_validate_json(read_own(path))
     except (OSError, ValidationError):
@@ -256,14 +254,14 @@ def read_heartbeat(path: Path) -> HeartbeatRecord | None:
 
 
 class SilenceDetector:
-    """Detects watchdogs that have gone silent, by its own clock, so that clocks of nodes need not agree."""
+    """Detects watchdogs that have gone silent. It uses only its own clock, so the clocks of nodes need not agree."""
 
     def __init__(self, world_size: int, silence: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._world_size, self._silence, self._clock = world_size, silence, clock
         self._heard: dict[int, _LastTurn] = {}
 
     def silent(self, records: Mapping[int, HeartbeatRecord]) -> list[int] | None:
-        """Ranks that wrote nothing for the length of a silence; None if it is too early to judge every rank."""
+        """Ranks that have written nothing for `silence` seconds; None if it is too early to judge every rank."""
         now = self._clock()
         for rank in range(self._world_size):
             turn = records[rank].turn if rank in records else None
@@ -283,4 +281,4 @@ class _LastTurn:
     turn: int | None
     since: float
     is_alive: bool
-    """The watchdog has written since this detector began."""
+    """Whether the watchdog has written since this detector began."""

@@ -1,6 +1,6 @@
-"""Signs that a rank leaves for its node's supervisor before it imports or joins anything: its process id and a file for stacks.
+"""Signs that a rank leaves for its node's supervisor before it imports libraries or joins: its process id, a file for stacks.
 
-Both are files in the directory of the rank's output pipe, which is on the node, so they do not depend on the workspace.
+Both are in the directory of the rank's output pipe, which is on the node, so they do not depend on the workspace.
 """
 
 from __future__ import annotations
@@ -38,11 +38,18 @@ def _read(directory: Path, ranks: range) -> Iterable[tuple[int, int]]:
 
 
 def start_stacks(directory: Path, local_rank: int) -> str:
-    """The stacks that this rank wrote; empty if it could not."""
+    """The stacks that this rank wrote; empty if it wrote none."""
     try:
         return _stacks(directory, local_rank).read_bytes()[-_STACKS_BYTES:].decode(errors="replace")
     except OSError:
         return ""
+
+
+def remove_start_signs(directory: Path, num_ranks: int) -> None:
+    """Remove signs of ranks that have ended, before their successors start."""
+    for local_rank in range(num_ranks):
+        for path in (_started(directory, local_rank), _stacks(directory, local_rank)):
+            path.unlink(missing_ok=True)
 
 
 def _started(directory: Path, local_rank: int) -> Path:

@@ -1,8 +1,8 @@
-"""A thread in each rank that notices when training makes no progress, has the stacks of all ranks written, and ends them.
+"""A thread in each rank notices when training makes no progress; then all ranks write their stacks and exit.
 
-The training loop reports to it through a `Heartbeat` what it has finished or begun. Collectives hang when a rank stops, so
-watchdogs communicate through small files: each keeps a record of its rank, the first to reach a verdict writes it, and all others
-find it at their next turn. An overdue rank alone is no verdict, since it may wait for a rank that is doing something long, such
+The training loop reports what it has finished or begun through a `Heartbeat`. Collectives hang when a rank stops, so watchdogs
+communicate through small files: each keeps a record of its rank, the first that reaches a verdict writes it, and all others read
+it at their next turn. One overdue rank is not enough for a verdict, since it may wait for a rank that does something long, such
 as the export (see stalls.py).
 """
 
@@ -45,19 +45,19 @@ from finetune_trainer.ranks.stalls import (
 
 log = logging.getLogger(__name__)
 FLIGHT_RECORDER_SECONDS = 10.0
-"""Time that the collective library may take to write its records. It may itself be what hangs."""
+"""Time that the collective library may take to write its records. It may be the library that hangs."""
 _STACKS_BYTES = 1 << 16
 _LIBRARIES = ("site-packages", f"python{sys.version_info.major}.{sys.version_info.minor}{os.sep}")
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _INNERMOST = 6
-"""Largest number of frames between a collective and the operation that it waits in."""
+"""Number of innermost frames that are searched for a collective."""
 STEP = "step"
-"""Activity of a finished optimizer step. Everything before the first step counts as long: loading, compiling, filling caches."""
+"""Activity for a finished optimizer step. Everything before the first one counts as long, such as loading and compiling."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life."""
+    """A sign of life of the training loop."""
 
     what: str
     step: int
@@ -68,26 +68,24 @@ class Beat:
 
 
 class Heartbeat:
-    """Written by the main thread of a rank, read by its watchdog. It replaces one reference at a time, so it needs no lock."""
+    """The latest beat, written by a rank's main thread and read by its watchdog. Replacing one reference needs no lock."""
 
     def __init__(self) -> None:
         self.latest = Beat("start", 0, time.monotonic(), is_long=True)
         self._has_stepped = False
 
     def beat(self, what: str, step: int) -> None:
-        """Record that `what` was finished after optimizer step `step`: `STEP`, an evaluation batch, a save, a part of the
-        export.
-        """
+        """Record that `what`, such as `STEP`, an evaluation batch or a save, was finished after optimizer step `step`."""
         self._has_stepped = self._has_stepped or what == STEP
         self.latest = Beat(what, step, time.monotonic(), is_long=not self._has_stepped)
 
     def begin(self, what: str, step: int) -> None:
-        """Record that `what` begins and may take longer than a step: the export, a save of the whole model."""
+        """Record that `what`, such as a save or the export, begins and may take longer than a step."""
         self.latest = Beat(what, step, time.monotonic(), is_long=True)
 
 
 class Watchdog:
-    """Watches one rank; `watching` starts and stops it."""
+    """The watchdog of one rank, which runs in a thread while the body of `watching` runs."""
 
     def __init__(self, context: RunContext, heartbeat: Heartbeat, *, rank: int, world_size: int, node_rank: int) -> None:
         self._heartbeat, self._rank, self._world_size, self._node_rank = heartbeat, rank, world_size, node_rank
@@ -97,7 +95,7 @@ class Watchdog:
         self._timeouts: StallTimeouts = stall_timeouts(context.plan.training.step_timeout_seconds)
         self._detector: SilenceDetector | None = None
         self._complete_since: float | None = None
-        """Time at which records of all ranks were first there, on the monotonic clock."""
+        """Time on the monotonic clock at which records of all ranks were first seen."""
         self._turn = 0
         self._ended = threading.Event()
         self._main = threading.main_thread().ident
@@ -116,21 +114,21 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             with suppress(OSError):
                 (self._directory / heartbeat_file_name(self._rank)).unlink(missing_ok=True)
-                # Fails while other ranks have files there, or traces were written.
+                # This fails, and the directory stays, if it holds files of other ranks, or traces.
                 self._directory.rmdir()
 
     def _watch(self) -> None:
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._ended.is_set():
-            # Writes to the rank's log even if a stuck extension never releases the interpreter's lock. Then this thread no longer
-            # runs, and the other ranks find this one silent.
+            # This writes stacks to the rank's log even if a stuck extension never releases the interpreter's lock. Then this
+            # thread no longer runs, and the other ranks find this rank silent.
             faulthandler.dump_traceback_later(self._timeouts.silence, file=sys.__stderr__ or sys.stderr)
             try:
                 self._look()
             except Exception:
-                # The end of this thread would go unnoticed.
-                log.exception("the watchdog of rank %d could not look", self._rank)
+                # The error is only logged: if it ended this thread, nothing would watch the ranks.
+                log.exception("the watchdog of rank %d could not look at the ranks", self._rank)
             self._ended.wait(self._timeouts.turn)
 
     def _look(self) -> None:
@@ -140,7 +138,7 @@ class Watchdog:
             try:
                 self._write(own)
             except OSError as error:
-                # A full or absent workspace may come back, so the watch goes on.
+                # A full or absent workspace may become writable again, so keep watching.
                 log.warning("the watchdog of rank %d cannot write: %s", self._rank, error)
             if not own.is_overdue:
                 self._detector = None
@@ -171,7 +169,7 @@ class Watchdog:
     def _is_overdue(self, beat: Beat, idle: float) -> bool:
         if beat.what != JOIN:
             return idle > self._timeouts.allowance(is_long=beat.is_long)
-        # Ranks of another node may start much later, and waiting for them is no failure.
+        # Ranks of another node may start much later; waiting for them is not a failure.
         if self._complete_since is None and len(list(self._directory.glob("heartbeat-*.json"))) >= self._world_size:
             self._complete_since = time.monotonic()
         return self._complete_since is not None and time.monotonic() - self._complete_since > self._timeouts.start
@@ -200,7 +198,7 @@ class Watchdog:
         return self._declare(verdict) if verdict is not None else None
 
     def _declare(self, stall: Stall) -> Stall:
-        """Make this the verdict of all ranks, or return the one that another rank made a moment earlier."""
+        """Write this verdict for all ranks, unless another rank has written one first. Returns the one that counts."""
         path = self._directory / STALLED_FILE
         temporary = temporary_beside(path)
         try:
@@ -209,7 +207,7 @@ class Watchdog:
         except FileExistsError:
             return read_stall(self._directory) or stall
         except OSError:
-            # Without a writable workspace the other ranks do not learn of it; this rank still ends.
+            # Without a writable workspace, the other ranks do not get the verdict, but this rank still ends.
             log.exception("the verdict could not be written")
         finally:
             with suppress(OSError):
@@ -229,17 +227,17 @@ class Watchdog:
             self._await(expected, deadline)
             if self._rank == stall.declared_by:
                 write_rank_report(self._reports, stall.report(self._attempt, self._stacks_of(stall.rank)))
-            # The agent ends all ranks of a node once one has ended, so none may end before the report is written.
+            # torchrun kills all ranks of a node as soon as one exits, so no rank may exit before the report is written.
             self._await([self._reports / rank_report_name(stall.rank)], deadline + self._timeouts.turn)
         except Exception:
-            log.exception("rank %d could not leave all that it knows", self._rank)
+            log.exception("rank %d could not write all of its traces", self._rank)
         finally:
             logging.shutdown()
             failure = FailureClass.STALLED if self._rank == stall.rank else FailureClass.COLLECTIVE
             os._exit(EXIT_CODES[failure])
 
     def _await(self, paths: list[Path], deadline: float) -> None:
-        # There are no events for files of other nodes.
+        # Files that other nodes write cause no events here, so this looks again and again.
         while time.monotonic() < deadline and not all(path.exists() for path in paths):
             time.sleep(0.1)
 
@@ -273,7 +271,7 @@ def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
 
 
 def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame outside of libraries, or of the innermost frame if all are in libraries."""
+    """`file:line in function` of the innermost frame outside of libraries; if all are in libraries, of the innermost frame."""
     own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
     if not stack:
         return "an unknown place"
@@ -282,7 +280,7 @@ def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
 
 
 def entered_collectives() -> int:
-    """Number of collectives that this process has entered, over all process groups; 0 before it has joined one."""
+    """Number of collectives that this process has entered, in all process groups together; 0 before it has joined one."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized():
         return 0
@@ -294,18 +292,18 @@ def entered_collectives() -> int:
 
 
 def record_collectives(directory: Path) -> None:
-    """Have NCCL write its records beside the stacks when it detects a timeout itself. Call this before joining the group."""
+    """Have NCCL write its records next to the stacks if it detects a timeout itself. Call this before joining the group."""
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl-timeout-rank-"))
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
 
 
 def flight_recorder() -> bytes:
-    """Records of the latest collectives by NCCL, or by gloo without NCCL, as JSON; empty if there are none."""
+    """NCCL's records of the latest collectives, or gloo's if NCCL is not used, as JSON; empty if there are none."""
     library: Any = sys.modules.get("torch._C._distributed_c10d")
     distributed: Any = sys.modules.get("torch.distributed")
     if library is None or distributed is None or not distributed.is_initialized():
         return b""
-    # The library's readable form; the other one is a pickle.
+    # The library's form that can be read safely; the other form is a pickle.
     name = "_dump_nccl_trace_json" if "nccl" in str(distributed.get_backend_config()) else "_dump_fr_trace_json"
     dump: Callable[[], bytes] | None = getattr(library, name, None)
     return dump() if dump else b""

@@ -1,1 +1,1 @@
-"""The rehearsal: a job tried in under a minute on a scaled-down model, by the real trainer, on two CPU ranks."""
+"""The rehearsal: the real trainer tries a job in under a minute on a scaled-down model, on two CPU ranks."""

@@ -1,6 +1,6 @@
-"""What the children of a rehearsal do. Each compares with what libraries or one process do, and raises if something is wrong.
+"""Tasks of the children of a rehearsal. The checks raise if a result differs from what libraries or one process compute.
 
-Imports torch; run.py forks these tasks from a process in which all of it is imported already.
+This module imports torch; run.py forks these tasks from a process that has already imported everything.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict
-from pydantic import BaseModel
 from safetensors.torch import load_file
 from transformers.utils import logging as transformers_logging
 
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.layout import WorkspaceLayout, checkpoint_name
+from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import MANIFEST, Manifest, decode_manifest
@@ -39,46 +39,29 @@ from finetune_trainer.weights.headers import ADAPTER_FILE
 MEETING_SECONDS = 10
 _CPU = torch.device("cpu")
 MergeRole = Callable[[RunContext], TerminationReport]
-"""What the pod of a job's merge runs; handed in, because roles are above this package."""
+"""The merge role of a job. It is passed as an argument, because this package must not import roles."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The same global batches, on ranks and in one process."""
+    """Two runs over the same global batches: sharded over ranks, and alone in one process."""
 
     sharded: RunContext
     alone: RunContext
 
 
-class ScaledModelFacts(BaseModel):
-    """What `make_model_in_child` returns, as JSON."""
-
-    plan: str
-    """As JSON, too."""
-    changes: tuple[str, ...]
-    parameters: int
-    draws_random_numbers: bool
-
-
 class RehearsalError(TrainerError):
-    """The rehearsal shows something that no exception of the trainer did."""
+    """The rehearsal found a fault for which the trainer raised no exception."""
 
 
-def make_model_in_child(plan: Any, directory: Path, paths: RehearsalPaths) -> dict[str, Any]:
-    """Make the scaled-down model; the ScaledModelFacts."""
+def make_model_in_child(plan: RunPlan, directory: Path, paths: RehearsalPaths) -> str:
+    """Make the scaled-down model and return its description, a ScaledModel as JSON."""
     _log_plainly()
-    made = make_scaled_model(plan, directory, paths)
-    facts = ScaledModelFacts(
-        plan=made.plan.model_dump_json(),
-        changes=tuple(change.text() for change in made.changes),
-        parameters=made.parameters,
-        draws_random_numbers=made.draws_random_numbers,
-    )
-    return facts.model_dump(mode="json")
+    return make_scaled_model(plan, directory, paths).model_dump_json()
 
 
 def run_rank(context: RunContext, rank: int, world_size: int, store: str) -> None:
-    """Train as one rank, as torchrun would have it. Raises RehearsalError with the report's message."""
+    """Train as one rank, as under torchrun. Raises RehearsalError with the report's message."""
     _log_plainly()
     report = rank_module.run_rank(
         context, rank=rank, world_size=world_size, local_rank=rank, node_rank=0, observe_port=0, init_method=store
@@ -88,16 +71,16 @@ def run_rank(context: RunContext, rank: int, world_size: int, store: str) -> Non
 
 
 def copy_up_to(step: int, whole: WorkspaceLayout, cut: WorkspaceLayout) -> None:
-    """Let `cut`, which has its prepared data, hold what `whole` would if its run had been killed after this step's checkpoint."""
+    """Copy the files of `whole` to `cut` as if the run had been killed after this step's checkpoint. `cut` has prepared data."""
     later = {path.name for path in whole.checkpoints.iterdir()} - {checkpoint_name(step)}
     left_out = shutil.ignore_patterns(*later, whole.adapter.name, whole.prepared.name)
     shutil.copytree(whole.root, cut.root, symlinks=True, dirs_exist_ok=True, ignore=left_out)
 
 
 def compare(pair: Pair, exact: Pair | None) -> None:
-    """Train in this process alone; losses and gradients are those of the ranks. Raises RehearsalError.
+    """Train in this process alone and compare losses and gradients with those of the ranks. Raises RehearsalError.
 
-    `exact`: the same in float32, where a job computes in fewer bits, whose rounding hides much.
+    `exact`: the same two runs in float32, for a job that computes in fewer bits, where rounding hides differences.
     """
     alone_exactly = None
     if exact is not None:
@@ -109,7 +92,7 @@ def compare(pair: Pair, exact: Pair | None) -> None:
 
 
 def check_saved(context: RunContext) -> None:
-    """The trained result holds the values of the last checkpoint, has learnt, and loads. Raises RehearsalError."""
+    """Check that the saved adapter has the values of the exported checkpoint, has learnt, and loads. Raises RehearsalError."""
     _log_plainly()
     if not context.plan.method.trains_adapter:
         return
@@ -135,13 +118,13 @@ def check_saved(context: RunContext) -> None:
     loaded = PeftModel.from_pretrained(base, context.workspace.adapter)
     state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     for name, tensor in saved.items():
-        # PEFT holds whole modules in the base's type, whatever type they were trained in.
+        # PEFT holds whole modules in the base's type, whatever the type in training was.
         if name not in state or not torch.equal(state[name], tensor.to(state[name].dtype)):
             raise RehearsalError(f"PEFT does not load {name} from the adapter file")
 
 
 def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
-    """The merge role on the trained model. Raises what it raises, and RehearsalError if it made nothing."""
+    """Run the merge role on the trained model. Raises the role's exceptions, and RehearsalError if a result is missing."""
     _log_plainly()
     facts = role(context).facts
     if context.plan.merge.enabled and not context.output.merged.is_dir():
@@ -152,7 +135,7 @@ def merge(role: MergeRole, context: RunContext) -> dict[str, str]:
 
 
 def meet(rank: int, world_size: int, store: str) -> None:
-    """Join the other ranks and leave again. Raises what gloo does if processes of this machine cannot reach each other."""
+    """Join the other ranks and leave. Raises gloo's exceptions if processes on this machine cannot reach each other."""
     with joined(rank, world_size, rank, store, MEETING_SECONDS) as gang:
         gang.barrier()
 
@@ -168,7 +151,7 @@ def _compare(pair: Pair, exact: Gradients | None) -> None:
 
 
 def _moments(context: RunContext, step: int) -> dict[str, torch.Tensor]:
-    """First moments after a step, counted from 1. After the first they are a multiple of the gradient, whatever the optimizer."""
+    """Return the first moments after a step, counted from 1. After step 1 they are a multiple of the gradient."""
     return dict(_states(context, FORMS[context.plan.training.optimizer].tensors[0], step))
 
 

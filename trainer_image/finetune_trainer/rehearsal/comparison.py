@@ -1,4 +1,4 @@
-"""Are two histories and their gradients the same run, but for rounding?"""
+"""Compare two histories and their gradients: do they show the same run except for rounding?"""
 
 from __future__ import annotations
 
@@ -15,39 +15,40 @@ from finetune_trainer.model.dtypes import resolve_dtypes, torch_dtype
 Gradients = Mapping[str, torch.Tensor]
 COMPARED = ("loss", "gradient_norm")
 NOISE_FACTOR = 8.0
-"""How much farther than one process's own rounding a 16-bit gradient may be: another order of sums is another draw of the same
-errors, and their tails are long."""
+"""Maximum distance between 16-bit gradients, as a multiple of the rounding error in one process. Adding in another order gives
+different errors of the same kind, which can be several times as large.
+"""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest differences that rounding explains, as shares."""
+    """The largest relative differences that rounding explains."""
 
     loss: float
-    """Of the first step's loss; the same weights and batches gave it."""
+    """The bound for the loss of the first step, which both compute from the same weights and batches."""
     gradient: float
-    """Of the first gradient: its norm, and each tensor of it (L2)."""
+    """The bound for the first gradient: for its norm, and for each of its tensors (L2)."""
     later: float
-    """Of losses and norms afterwards. Adam divides by the gradient's size, so rounding turns some small updates around."""
+    """The bound for later losses and norms. Adam divides by the gradient's size, so rounding reverses some small updates."""
     negligible: float
-    """A tensor with less than this share of the largest one's gradient is measured against that."""
+    """Lower bound of the divisor of a relative difference, as a share of the largest gradient."""
     steps: int
-    """Whose gradients are compared. That of LoRA's A is zero in the first, because B is."""
+    """The number of steps whose gradients are compared. In the first step LoRA's A has no gradient, because B is zero."""
 
 
 _FLOAT32 = Tolerance(loss=1e-4, gradient=5e-3, later=0.05, negligible=1e-4, steps=2)
-"""Measured over 78 scaled-down models of 34 architectures: at most 2.1e-5 of a gradient, in the first two steps."""
+"""The measured maximum is 2.1e-5 of a gradient in the first two steps, over 78 scaled-down models of 34 architectures."""
 _SIXTEEN_BITS = Tolerance(loss=1e-2, gradient=0.08, later=0.25, negligible=0.05, steps=1)
-"""Measured: at most 0.017 where the same gradient of one process is itself 0.013 away from float32."""
+"""The measured maximum is 0.017, where one process's gradient itself is 0.013 away from float32."""
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """For runs that compute, or reduce, in `dtype`."""
+    """Return the tolerance for runs that compute or reduce in `dtype`."""
     return _FLOAT32 if dtype.itemsize >= torch.float32.itemsize else _SIXTEEN_BITS
 
 
 def coarsest_dtype(plan: RunPlan, stored: torch.dtype) -> torch.dtype:
-    """The coarsest type in which a run on a model stored as `stored` computes or reduces."""
+    """Return the least precise type in which a run computes or reduces if its model is stored as `stored`."""
     dtypes = resolve_dtypes(plan, stored)
     taking_part = [dtype for dtype in (dtypes.load, dtypes.param, dtypes.reduce) if dtype is not None]
     if plan.method.quantization is not None and plan.method.quantization.compute_dtype is not None:
@@ -58,7 +59,7 @@ def coarsest_dtype(plan: RunPlan, stored: torch.dtype) -> torch.dtype:
 def differing_lines(
     found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]], tolerance: Tolerance
 ) -> Iterator[str]:
-    """A sentence per value that is not that of one process."""
+    """Yield a sentence for each value that differs between the ranks and one process."""
     found_steps = {line["step"]: line for line in found}
     for line in wanted:
         step = line["step"]
@@ -82,9 +83,9 @@ def differing_lines(
 def differing_gradients(
     found: Gradients, wanted: Gradients, tolerance: Tolerance, exact: Gradients | None = None
 ) -> Iterator[str]:
-    """A sentence per tensor that is not that of one process.
+    """Yield a sentence for each tensor whose gradient differs between the ranks and one process.
 
-    `exact`: that of one process in float32, whose distance from `wanted` says what rounding does to this tensor of this model.
+    `exact`: gradients of one process in float32. Their distance from `wanted` shows how rounding affects each tensor.
     """
     if set(found) != set(wanted):
         yield f"ranks train {len(found)} tensors, one process {len(wanted)}"

@@ -1,13 +1,13 @@
-"""The rehearsal, stage by stage. Called in a process of its own (roles/rehearse.py), which never computes itself."""
+"""The rehearsal, stage by stage. It runs in a separate process (roles/rehearse.py), which never computes itself."""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from finetune_trainer.processes.forked import BoundsExceededError, ChildResult, 
 from finetune_trainer.ranks.reports import read_rank_reports, root_cause
 from finetune_trainer.rehearsal import child_tasks
 from finetune_trainer.rehearsal.comparison import coarsest_dtype
-from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths, ScaledModel
 from finetune_trainer.rehearsal.scaled_plan import RESUMED_AFTER, float32_plan, method_without_dropout, single_process_plan
 from finetune_trainer.rehearsal.verdicts import Inconclusive, StageFailure, failed_finding, failure_of_stage, not_done_finding
 
@@ -43,11 +43,11 @@ def rehearse(
     merge: child_tasks.MergeRole,
     on_stage: StageListener = lambda _: None,
 ) -> RehearsalReport:
-    """Try `plan` on a scaled-down copy of the model in `directory`. Never raises for what it finds.
+    """Try `plan` on a scaled-down copy of the model in `directory`. Faults of the job never raise.
 
-    `root`: empty directory for all files. `merge`: the merge role. `on_stage`: called with each stage when it has ended.
+    `root`: empty directory for all files. `merge`: the merge role. `on_stage`: called with the result of each stage.
     """
-    rehearsal = _Rehearsal(plan, directory, RehearsalPaths(root), bounds, merge=merge, on_stage=on_stage)
+    rehearsal = _Rehearsal(plan, directory, RehearsalPaths(root), bounds, merge, on_stage)
     verdict, findings = Verdict.PASSED, []
     try:
         rehearsal.run()
@@ -69,30 +69,29 @@ def rehearse(
     )
 
 
+@dataclass
 class _Rehearsal:
-    def __init__(
-        self,
-        plan: RunPlan,
-        directory: Path,
-        paths: RehearsalPaths,
-        bounds: ResourceBounds,
-        *,
-        merge: child_tasks.MergeRole,
-        on_stage: StageListener,
-    ) -> None:
-        self.plan, self.directory, self.paths, self.bounds = plan, directory, paths, bounds
-        self.merge, self.on_stage = merge, on_stage
-        self.stage = Stage.BUILD
-        self.stages: list[StageResult] = []
-        self.changes: list[str] = []
-        self.parameters = 0
+    plan: RunPlan
+    directory: Path
+    paths: RehearsalPaths
+    bounds: ResourceBounds
+    merge: child_tasks.MergeRole
+    on_stage: StageListener
+    stage: Stage = Stage.BUILD
+    stages: list[StageResult] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+    parameters: int = 0
 
     def run(self) -> None:
-        """All stages. Raises StageFailure, Inconclusive, BoundsExceededError."""
+        """Run all stages. Raises StageFailure, Inconclusive, BoundsExceededError."""
         with self._during(Stage.BUILD):
             plan, draws_random_numbers = self._build()
-        # Its digest stays that of the plan, as in a job for which preflight has chosen.
-        undisturbed = dataclasses.replace(self.paths.run("undisturbed", plan), plan=self._keeping_gathered(plan))
+        undisturbed = self.paths.run("undisturbed", plan)
+        if plan.parallelism.leaves_resharding_open:
+            # Preflight has not yet chosen whether ranks free gathered parameters, so both ways are tried: only the resumed run
+            # frees them. As in a job for which preflight has chosen, the digest remains that of the original plan.
+            undisturbed = replace(undisturbed, plan=plan.with_fsdp(reshard_after_forward=False))
+            self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when resumed; the same bytes")
         with self._during(Stage.TRAIN):
             self._gang(undisturbed)
         with self._during(Stage.RESUME):
@@ -101,7 +100,7 @@ class _Rehearsal:
 
     def _build(self) -> tuple[RunPlan, bool]:
         try:
-            # So that no child has to import the model's code again.
+            # Import the model's code here, so that no child has to.
             config = load_config(self.plan, self.directory)
             if type(config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public way to import it without building it
                 AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
@@ -112,35 +111,27 @@ class _Rehearsal:
         if ended.code != 0:
             raise Inconclusive(ended.message or ended.problem)
         try:
-            made = child_tasks.ScaledModelFacts.model_validate(ended.value)
-            scaled_plan = RunPlan.model_validate_json(made.plan)
+            made = ScaledModel.model_validate_json(ended.value)
         except ValueError as error:
             raise Inconclusive("the process that makes the scaled-down model did not answer with a plan") from error
         self.changes, self.parameters = list(made.changes), made.parameters
-        return scaled_plan, made.draws_random_numbers
-
-    def _keeping_gathered(self, plan: RunPlan) -> RunPlan:
-        """If preflight has still to choose whether ranks free gathered parameters, both are tried: the resumed run does."""
-        if not plan.parallelism.leaves_resharding_open:
-            return plan
-        self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when resumed; the same bytes")
-        return plan.with_fsdp(reshard_after_forward=False)
+        return made.plan, made.draws_random_numbers
 
     def _resume(self, plan: RunPlan, undisturbed: RunContext) -> None:
         resumed = self.paths.run("resumed", plan)
         cut = partial(child_tasks.copy_up_to, RESUMED_AFTER, undisturbed.workspace, resumed.workspace)
         _raise_for(Stage.RESUME, self._children({"copy": cut})["copy"])
-        self._gang(dataclasses.replace(resumed, attempt=1))
+        self._gang(replace(resumed, attempt=1))
         wanted, found = (_digests(context.workspace.adapter) for context in (undisturbed, resumed))
         if found != wanted:
             names = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
             raise StageFailure(
                 Stage.RESUME,
-                f"resumed from a checkpoint, the run ends with other bytes than undisturbed: {', '.join(names)} differ",
+                f"resumed from a checkpoint, the run does not end with the same bytes as undisturbed: {', '.join(names)} differ",
             )
 
     def _conclude(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> None:
-        """What needs one process each runs at the same time."""
+        """Run the last tasks at the same time, each in one process."""
         work: dict[Stage, Callable[[], Any]] = {Stage.SAVE: partial(child_tasks.check_saved, undisturbed)}
         started = time.monotonic()
         if plan.parallelism.world_size > 1:
@@ -155,7 +146,7 @@ class _Rehearsal:
             _raise_for(stage, ended[stage.value])
 
     def _compared(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> Callable[[], Any]:
-        """The comparison with one process, after the runs on ranks that it needs besides."""
+        """Do the runs on ranks that the comparison needs; return the comparison with one process, which is still to be run."""
         sharded = undisturbed
         if draws_random_numbers:
             plan = plan.model_copy(update={"method": method_without_dropout(plan.method)})
@@ -171,7 +162,7 @@ class _Rehearsal:
         )
 
     def _exactly(self, plan: RunPlan) -> child_tasks.Pair | None:
-        """The same in float32, trained on ranks; None where the job computes so itself, or float32 is what fails."""
+        """Train the same job in float32 on ranks; None if the job itself computes in float32, or if that run fails."""
         if coarsest_dtype(plan, stored_dtype(self.paths.model)).itemsize >= torch.float32.itemsize:
             return None
         plan = float32_plan(plan)
@@ -199,11 +190,11 @@ class _Rehearsal:
         if cause is not None:
             self._see_whether_ranks_can_meet(world_size)
             raise failure_of_stage(self.stage, _message_with_type(cause), cause.hint, cause.failure)
-        for each in ended.values():
-            _raise_for(self.stage, each)
+        for result in ended.values():
+            _raise_for(self.stage, result)
 
     def _see_whether_ranks_can_meet(self, world_size: int) -> None:
-        """Raises Inconclusive if no two processes of this machine can: then a gang's failure says nothing about the job."""
+        """Raise Inconclusive if processes on this machine cannot meet: a gang's failure then says nothing about the job."""
         if world_size == 1:
             return
         store = f"file://{self.paths.root / 'meeting.store'}"
@@ -239,13 +230,13 @@ class _Rehearsal:
 
 def _raise_for(stage: Stage, ended: ChildResult) -> None:
     if ended.code == -signal.SIGKILL:
-        raise Inconclusive(f"{ended.problem}. Nothing but a lack of memory kills it so")
+        raise Inconclusive(f"{ended.problem}. Only a lack of memory kills a process like this")
     if ended.code != 0:
         raise failure_of_stage(stage, ended.message or ended.problem, ended.hint, ended.failure)
 
 
 def _message_with_type(cause: TerminationReport) -> str:
-    """The message, with the exception's type if it is not one of ours."""
+    """Return the message, with the exception's type if it is not one of ours."""
     last = cause.exception.strip().splitlines()[-1:] or [""]
     kind = last[0].partition(":")[0]
     is_ours = kind.startswith("finetune_trainer.")
@@ -253,6 +244,6 @@ def _message_with_type(cause: TerminationReport) -> str:
 
 
 def _digests(directory: Path) -> dict[str, str]:
-    """By name within the directory."""
+    """Return the digest of each file below the directory, by relative path."""
     files = sorted(path for path in directory.rglob("*") if not path.is_dir())
     return {str(path.relative_to(directory)): file_sha256(path) for path in files}

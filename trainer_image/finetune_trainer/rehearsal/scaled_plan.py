@@ -1,4 +1,4 @@
-"""The job's plan -> the plan of its rehearsal, and what was changed. Only what a scaled-down model on two CPU ranks forces."""
+"""Make the plan of a rehearsal from the job's, changing only what a small model on two CPUs requires, and list the changes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pydantic.alias_generators import to_camel
+
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype
+from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import Precision
 from finetune_job.method_settings import TRAINED_ROWS_SETTING, known_settings
 from finetune_job.plan.method_plan import AdapterPlan, LoraPlan, MethodPlan
@@ -17,13 +20,13 @@ from finetune_trainer.small_models.shrink import ConfigChange, SmallConfig, Toke
 
 STEPS = 3
 RESUMED_AFTER = 1
-"""Steps: what comes after is trained again from the checkpoint."""
+"""The step of the checkpoint from which the run is resumed; later steps are trained again."""
 RANKS = 2
 MODEL_CLAIM, WORKSPACE_CLAIM, OUTPUT_CLAIM = "model", "workspace", "results"
 UNSCALED_PARAMETERS, UNSCALED_LAYERS = 4_000_000, 6
-"""A model of at most this size is tried as it is."""
+"""A model with at most this many parameters and layers is tried unchanged."""
 LARGEST_RANK = 32
-"""The least number of channels of an adapted layer of a scaled-down model."""
+"""Largest rank of an adapter: no adapted layer of a scaled-down model has fewer channels."""
 _MICRO_BATCH, _ACCUMULATION, _PROMPTS, _KEPT_CHECKPOINTS = 2, 2, 4, 10
 _STEP_TIMEOUT_SECONDS = 60
 _LAYER_NUMBER = re.compile(r"(?<![\w\[{(-])(\d+)(?=\\?\.|$)")
@@ -37,11 +40,11 @@ LARGEST_SETTINGS = {
     "numVectors": 64,
     "thetaDLength": 512,
 }
-"""Settings of methods that the widths of a layer bound."""
+"""Largest values of those settings of methods that a layer's width limits."""
 
 
 def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, list[ConfigChange]]:
-    """`shrunken`: None if the model is tried as it is."""
+    """Return the plan of a rehearsal. `shrunken`: None if the model is tried unchanged."""
     changes: list[ConfigChange] = []
     world_size = min(plan.parallelism.world_size, RANKS)
     accumulation = min(plan.training.gradient_accumulation_steps, _ACCUMULATION)
@@ -49,8 +52,16 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
     method = plan.method if shrunken is None else _small_method(plan.method, shrunken, changes)
     _note(changes, "parallelism: ranks", plan.parallelism.world_size, world_size)
     _note(changes, "training.globalBatchSize", plan.training.global_batch_size, world_size * accumulation * micro)
-    # There is no device here that parameters could be offloaded from.
+    # The rehearsal runs on CPUs, so there is no device from which parameters could be offloaded.
+    fsdp = plan.parallelism.fsdp.model_copy(update={"offload_params": False})
     _note(changes, "parallelism.fsdp.offloadParams", plan.parallelism.fsdp.offload_params, after=False)
+    if shrunken is not None and fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
+        # No size chooses in both models the same modules, so layers are the units.
+        by_layer = {"auto_wrap_policy": AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": None}
+        fsdp = fsdp.model_copy(update=by_layer | {"min_num_params": None})
+        _note(
+            changes, "parallelism.fsdp.autoWrapPolicy", plan.parallelism.fsdp.auto_wrap_policy.value, fsdp.auto_wrap_policy.value
+        )
     _note(changes, "training.compile", plan.training.compile, after=False)
     _note(changes, "training: steps", plan.training.max_steps or f"{plan.training.epochs} epochs", STEPS)
     _note(changes, "checkpoint.everySteps", plan.checkpoint.every_steps, 1)
@@ -73,24 +84,18 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
                     "gradient_accumulation_steps": accumulation,
                     "compile": False,
                     "trackers": (),
-                    # Its parameters are of another size, and on a claim that is not there.
+                    # The small model cannot load that checkpoint: its parameters differ in size, and its claim is not mounted.
                     "start_from": None,
                     "step_timeout_seconds": _STEP_TIMEOUT_SECONDS,
                 }
             ),
-            "parallelism": plan.parallelism.model_copy(
-                update={
-                    "nodes": 1,
-                    "processes_per_node": world_size,
-                    "fsdp": plan.parallelism.fsdp.model_copy(update={"offload_params": False}),
-                }
-            ),
+            "parallelism": plan.parallelism.model_copy(update={"nodes": 1, "processes_per_node": world_size, "fsdp": fsdp}),
             "checkpoint": plan.checkpoint.model_copy(update={"every_steps": 1, "every_seconds": None, "keep": _KEPT_CHECKPOINTS}),
             "evaluation": plan.evaluation.model_copy(update={"every_steps": every_steps, "early_stopping": None}),
             "merge": plan.merge.model_copy(
                 update={
                     "num_prompts": min(plan.merge.num_prompts, _PROMPTS),
-                    # The user's thresholds are about the trained model, not about a random one.
+                    # The user's thresholds are for the trained model, not for a random one.
                     "max_kl_divergence": None,
                     "min_top1_agreement": None,
                 }
@@ -103,7 +108,7 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
 
 
 def single_process_plan(plan: RunPlan) -> RunPlan:
-    """The same global batches in one process."""
+    """Return a plan for the same global batches in one process."""
     training = plan.training
     steps = training.global_batch_size // training.micro_batch_size
     return plan.model_copy(
@@ -115,7 +120,7 @@ def single_process_plan(plan: RunPlan) -> RunPlan:
 
 
 def float32_plan(plan: RunPlan) -> RunPlan:
-    """The same run with every value, product and sum in float32."""
+    """Return a plan for the same run in which every value, product and sum is in float32."""
     method = plan.method
     if method.quantization is not None:
         packed = method.quantization.model_copy(update={"compute_dtype": Dtype.FLOAT32, "quant_storage": None})
@@ -130,13 +135,8 @@ def float32_plan(plan: RunPlan) -> RunPlan:
     return changed.with_fsdp(param_dtype=None, reduce_dtype=Dtype.FLOAT32)
 
 
-def draws_random_numbers(method: MethodPlan) -> bool:
-    """Whether the method has dropout of its own."""
-    return method_without_dropout(method) != method
-
-
 def method_without_dropout(method: MethodPlan) -> MethodPlan:
-    """The method without dropout."""
+    """Return the method without dropout."""
     if method.lora is not None:
         return method.model_copy(update={"lora": method.lora.model_copy(update={"lora_dropout": 0.0})})
     if method.adapter is None:
@@ -163,19 +163,20 @@ def _small_lora(lora: LoraPlan, shrunken: SmallConfig, changes: list[ConfigChang
         "rank_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.rank_pattern.items()},
         "alpha_pattern": {_renumbered(name, layers): _scaled(value, scale) for name, value in lora.alpha_pattern.items()},
         "layers_to_transform": _numbers(lora.layers_to_transform, layers),
-        "trainable_token_indices": _kept(lora.trainable_token_indices, tokens),
-        "separate_token_rows": {name: _kept(rows, tokens) for name, rows in lora.separate_token_rows.items()},
+        "trainable_token_indices": kept_tokens(lora.trainable_token_indices, tokens),
+        "separate_token_rows": {name: kept_tokens(rows, tokens) for name, rows in lora.separate_token_rows.items()},
         **{
             field: tuple(dict.fromkeys(_renumbered(name, layers) for name in getattr(lora, field)))
             for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save")
         },
     }
     for field, value in new.items():
-        _note(changes, f"method.lora.{_camel(field)}", getattr(lora, field), value)
+        _note(changes, f"method.lora.{to_camel(field)}", getattr(lora, field), value)
     return lora.model_copy(update=new)
 
 
-def _kept(rows: Iterable[int], tokens: Tokens) -> tuple[int, ...]:
+def kept_tokens(rows: Iterable[int], tokens: Tokens) -> tuple[int, ...]:
+    """Return the tokens of the scaled-down model that replace these rows."""
     return tuple(sorted({tokens.kept_token_of(row) for row in rows}))
 
 
@@ -187,9 +188,9 @@ def _small_adapter(method: MethodPlan, adapter: AdapterPlan, shrunken: SmallConf
             numbers = _numbers(tuple(value) if isinstance(value, list) else (value,), layers)
             settings[name] = list(numbers or ())
         elif name == TRAINED_ROWS_SETTING:
-            settings[name] = list(_kept(trained_token_ids(method), shrunken.tokens))
-        elif isinstance(value, list) and all(isinstance(each, str) for each in value):
-            settings[name] = list(dict.fromkeys(_renumbered(each, layers) for each in value))
+            settings[name] = list(kept_tokens(trained_token_ids(method), shrunken.tokens))
+        elif isinstance(value, list) and all(isinstance(item, str) for item in value):
+            settings[name] = list(dict.fromkeys(_renumbered(item, layers) for item in value))
         elif name.endswith("Pattern") and isinstance(value, dict):
             settings[name] = {
                 _renumbered(pattern, layers): min(number, LARGEST_RANK) if name == "rankPattern" else number
@@ -214,7 +215,7 @@ def _numbers(numbers: tuple[int, ...] | None, layers: KeptLayers | None) -> tupl
 
 
 def _renumbered(name: str, layers: KeptLayers | None) -> str:
-    """A module's name, or a pattern of names, with numbers of layers as the scaled-down model has them."""
+    """Replace the layer numbers in a module's name, or in a pattern of names, by those of the scaled-down model."""
     if layers is None:
         return name
 
@@ -226,7 +227,7 @@ def _renumbered(name: str, layers: KeptLayers | None) -> str:
 
 
 def without_unmatched(method: MethodPlan, patterns: list[str], changes: list[ConfigChange]) -> MethodPlan:
-    """Without the names and patterns that mean layers which the scaled-down model does not have."""
+    """Remove the names and patterns of layers that the scaled-down model does not have."""
     lora = method.lora
     if lora is None:
         return method
@@ -236,13 +237,8 @@ def without_unmatched(method: MethodPlan, patterns: list[str], changes: list[Con
     for field in ("target_modules", "target_parameters", "exclude_modules", "modules_to_save"):
         new[field] = tuple(name for name in getattr(lora, field) if name not in patterns)
     for field, value in new.items():
-        _note(changes, f"method.lora.{_camel(field)}", getattr(lora, field), value)
+        _note(changes, f"method.lora.{to_camel(field)}", getattr(lora, field), value)
     return method.model_copy(update={"lora": lora.model_copy(update=new)})
-
-
-def scaled_tokens(tokens: Tokens, method: MethodPlan) -> list[int]:
-    """The tokens of the scaled-down model that the job trains."""
-    return list(_kept(trained_token_ids(method), tokens))
 
 
 def _scaled(value: int, scale: float) -> int:
@@ -252,8 +248,3 @@ def _scaled(value: int, scale: float) -> int:
 def _note(changes: list[ConfigChange], field: str, before: Any, after: Any) -> None:
     if before != after:
         changes.append(ConfigChange(field, before, after))
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.capitalize() for part in rest)

@@ -1,8 +1,8 @@
-"""Verdicts of rehearsals: what one saw -> a finding; and those that passed, kept for jobs that differ in nothing it looks at.
+"""Verdicts of rehearsals: a result becomes a finding, and passed verdicts are kept for later jobs with the same key.
 
-A kept verdict is a small file on the workspace's claim, next to the directories of its jobs. Who can write there can plant one,
-and gets no more for it than `spec.preflight.rehearsal: Skip` gives everybody: a job that was not tried. Training asserts its
-invariants and the merge is verified all the same. Where a profile requires a rehearsal, no kept verdict is asked for.
+A kept verdict is a small file on the workspace's claim, next to the directories of its jobs. A user who can write there can forge
+one, but gains no more than with `spec.preflight.rehearsal: Skip`: a job that was not tried. Training still asserts its
+invariants, and the merge is still verified. If a profile requires a rehearsal, kept verdicts are not used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 import finetune_job
 import finetune_memory
@@ -42,12 +41,12 @@ _LONGEST_MESSAGE = 600
 KEPT = "rehearsals"
 """Directory of kept verdicts, at the root of the workspace's claim."""
 MOST_KEPT, KEPT_BYTES = 200, 1 << 18
-"""Files, the oldest of which make room; and of one of them. A verdict takes some KB."""
+"""Maximum number of files, beyond which the oldest are removed, and maximum bytes of a file. A verdict takes some KB."""
 _KEPT_NAME = re.compile(r"[0-9a-f]{64}\.json$")
 _UNSCALED_BYTES = 8 * UNSCALED_PARAMETERS
-"""The most that the weights of a model take that is tried as it is."""
+"""Maximum bytes of weights of a model that is tried unchanged."""
 _KEYED_BYTES = 1 << 28
-"""The most that is read of a model for a key. A tokenizer of 260,000 tokens takes 20 MB."""
+"""Maximum bytes of a model's files that are read for a key. A tokenizer with 260,000 tokens takes 20 MB."""
 _PLACES: dict[str, Any] = {
     "job": True,
     "fetch": True,
@@ -59,12 +58,12 @@ _PLACES: dict[str, Any] = {
     "model": {"location": True, "revision": True},
     "data": {"train": True, "validation": True},
 }
-"""What of a plan says only who runs it, where, and on which texts: a rehearsal makes its own."""
+"""Fields that the key leaves out: they state only who runs a plan, where, and on which texts. A rehearsal sets its own."""
 log = logging.getLogger(__name__)
 
 
-class StageFailure(Exception):  # noqa: N818 - what was looked for, not an error of this program
-    """The job would fail in this stage, or go wrong silently."""
+class StageFailure(Exception):  # noqa: N818 - the problem that a rehearsal looks for, not an error of this program
+    """The job would fail in this stage, or silently give a wrong result."""
 
     def __init__(self, stage: Stage, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -72,18 +71,18 @@ class StageFailure(Exception):  # noqa: N818 - what was looked for, not an error
 
 
 class Inconclusive(Exception):  # noqa: N818 - see StageFailure
-    """What happened says nothing about the job: no scaled-down model could be made, or this machine does not let it run."""
+    """The rehearsal says nothing about the job: no small model could be made, or this machine cannot run one."""
 
 
 def failure_of_stage(stage: Stage, message: str, hint: str, failure: FailureClass | None) -> Exception:
-    """StageFailure, or Inconclusive if this machine's memory or disk ran out."""
+    """Return StageFailure, or Inconclusive if this machine's memory or disk ran out."""
     if failure in (FailureClass.HOST_OUT_OF_MEMORY, FailureClass.DISK_FULL):
         return Inconclusive(message)
     return StageFailure(stage, message, hint)
 
 
 def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
-    """The refusal. A message of ours names the field itself."""
+    """Return the finding that refuses the job. It is about the field that the message names, if it names one."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
     may_skip = plan.placement is None or not plan.placement.requires_rehearsal
@@ -99,7 +98,7 @@ def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
 
 
 def not_done_finding(reason: str, root: Path) -> Finding:
-    """A warning: the job continues without having been tried."""
+    """Return a warning: the job continues without a rehearsal."""
     return make_finding(
         NOT_DONE,
         field="spec.preflight.rehearsal",
@@ -116,10 +115,10 @@ def _shortened(message: str, root: Path) -> str:
 
 
 def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_bytes: int) -> str:
-    """Digest of all that a verdict depends on, or empty where nobody can tell: no verdict is kept or found then.
+    """Return the digest of everything on which a verdict depends; empty if not all is known. Then no verdict is kept or used.
 
-    That is: the settings, the model's architecture, the libraries and this code. model_digest: of configuration and headers.
-    weight_bytes: of the weights, which count where the model is small enough to be tried as it is.
+    It covers the settings, the model's architecture, the libraries and this code. model_digest: digest of configuration and
+    headers. weight_bytes: size of the weights; the key covers them if the model is small enough to be tried unchanged.
     """
     if plan.model.allow_remote_code:
         return ""
@@ -140,55 +139,49 @@ def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_byte
 
 
 def _file_digests(directory: Path, weight_bytes: int) -> dict[str, str]:
-    """Of files next to the weights, which may be read in a rehearsal, and of small weights.
+    """Return digests of the files that a rehearsal may read: those next to the weights, and the weights if they are small.
 
-    Raises OSError as the file system does, and if they are too large to read for this.
+    Raises OSError, also if the files are too large to be read for this purpose.
     """
     is_small = weight_bytes <= _UNSCALED_BYTES
     paths = [path for path in sorted(directory.iterdir()) if path.is_file() and (is_small or path.suffix == ".json")]
     size = sum(path.stat().st_size for path in paths)
     if size > _KEYED_BYTES:
         raise OSError(
-            errno.EFBIG, f"files next to the weights have {size:,} bytes, at most {_KEYED_BYTES:,} are read", str(directory)
+            errno.EFBIG, f"files next to the weights have {size:,} bytes, and at most {_KEYED_BYTES:,} are read", str(directory)
         )
     return {path.name: file_sha256(path) for path in paths if path.name != CONFIG_FILE}
 
 
 @cache
 def _software() -> str:
-    """Digest of Python, every installed distribution and the code of the trainer."""
+    """Return the digest of Python, every installed distribution and the code of the trainer."""
     digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
-    for name in sorted(f"{each.name}=={each.version}" for each in distributions()):
+    for name in sorted(f"{distribution.name}=={distribution.version}" for distribution in distributions()):
         digest.update(f"{name}\n".encode())
     for package in (finetune_job, finetune_memory, finetune_trainer):
-        for path in sorted(_root(package).rglob("*.py")):
-            digest.update(f"{package.__name__} {path.relative_to(_root(package))} {file_sha256(path)}\n".encode())
+        root = Path(package.__path__[0])
+        for path in sorted(root.rglob("*.py")):
+            digest.update(f"{package.__name__} {path.relative_to(root)} {file_sha256(path)}\n".encode())
     return digest.hexdigest()
 
 
-def _root(package: ModuleType) -> Path:
-    return Path(package.__path__[0])
-
-
 class _Kept(StrictModel):
-    """Content of a file."""
+    """The content of the file of a kept verdict."""
 
     key: str
     since: str
     report: RehearsalReport
 
 
-_KEPT = TypeAdapter(_Kept)
-
-
 def find_verdict(context: RunContext, key: str) -> RehearsalReport | None:
-    """The verdict of a rehearsal with this key that has passed; None: there is none, or no whole one."""
+    """Return the passed verdict with this key; None if there is none that can be used."""
     if not key:
         return None
     try:
         with open_regular(_kept_path(context, key)) as file:
             content = file.read(KEPT_BYTES + 1)
-        kept = _KEPT.validate_json(content)
+        kept = _Kept.model_validate_json(content)
         datetime.fromisoformat(kept.since)
     except FileNotFoundError:
         return None
@@ -197,13 +190,13 @@ def find_verdict(context: RunContext, key: str) -> RehearsalReport | None:
         return None
     report = kept.report
     if kept.key != key or len(content) > KEPT_BYTES or report.verdict is not Verdict.PASSED or report.findings:
-        log.warning("a kept verdict of a rehearsal is not used: it is of another one, or did not pass")
+        log.warning("a kept verdict of a rehearsal is not used: it belongs to another rehearsal, or that one did not pass")
         return None
     return report.model_copy(update={"kept_since": kept.since, "seconds": 0.0})
 
 
 def keep_verdict(context: RunContext, key: str, report: RehearsalReport) -> None:
-    """Keep a verdict under its key if the rehearsal has passed. Nothing happens where it cannot be written."""
+    """Keep a verdict under its key if the rehearsal passed. If it cannot be written, a warning is logged."""
     if not key or report.verdict is not Verdict.PASSED:
         return
     path = _kept_path(context, key)
@@ -213,8 +206,8 @@ def keep_verdict(context: RunContext, key: str, report: RehearsalReport) -> None
             raise NotADirectoryError(f"{path.parent} is a link")
         path.parent.mkdir(exist_ok=True)
         write_durably(path, kept.model_dump_json().encode())
-        found = (each for each in path.parent.iterdir() if _KEPT_NAME.match(each.name))
-        ages = sorted(((each.lstat().st_mtime, each) for each in found), reverse=True)
+        kept_files = (file for file in path.parent.iterdir() if _KEPT_NAME.match(file.name))
+        ages = sorted(((file.lstat().st_mtime, file) for file in kept_files), reverse=True)
         for _, oldest in ages[MOST_KEPT:]:
             oldest.unlink(missing_ok=True)
     except OSError:

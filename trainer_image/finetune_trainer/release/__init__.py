@@ -1,3 +1,1 @@
-"""The files beside the weights: model card, provenance, checksums, and the files in the order in which a destination gets
-them.
-"""
+"""The files next to the weights (model card, provenance, checksums), and the order in which a destination gets all files."""

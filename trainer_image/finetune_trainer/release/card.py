@@ -1,199 +1,151 @@
-"""README.md: the model card, from the facts of the run. Front matter as the Hub reads it, then text for people.
+"""README.md, the model card, from the facts of the run: front matter for the Hub, then text for people.
 
-Names that users choose are in code spans and YAML scalars, so that none of them is taken for markup.
+Names that users choose are written as code spans and YAML scalars, so that no name is taken for markup. The template has the
+filters `code` for text and `cell` for tables.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from finetune_job.api.base import HUB_NAME_PATTERN, HubPath, parse_source
 from finetune_job.names import MANAGED_BY
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.markdown import block, code, one_line
-from finetune_trainer.release.card_sections import (
-    added_tokens,
-    evaluation,
-    licence,
-    provenance,
-    settings,
-    training,
-    training_data,
-    verification,
-)
 from finetune_trainer.release.commands import address, base_address, copy_command, hub_repository, serve_adapter, serve_merged
-from finetune_trainer.release.facts import RunFacts
-from finetune_trainer.release.files import ADAPTER, MERGED
+from finetune_trainer.release.facts import RunFacts, count_text, table_points
+from finetune_trainer.release.files import ADAPTER, CHECKSUMS, MERGED, PROVENANCE, VERIFICATION_PAGE
 from finetune_trainer.release.licence import OTHER_LICENCE
 
-_SECTIONS: tuple[tuple[str, Callable[[RunFacts], list[str]]], ...] = (
-    ("Added tokens", added_tokens),
-    ("Training data", training_data),
-    ("Settings", settings),
-    ("Training", training),
-    ("Evaluation", evaluation),
-    ("Verification of the merge", verification),
-    ("Provenance", provenance),
-    ("Licence", licence),
-)
+
+@cache
+def _template() -> Template:
+    environment = Environment(  # noqa: S701 - Markdown, in which HTML's escapes would be visible
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "code": code,
+        # A pipe ends a cell even inside a code span. Only in tables is the backslash before it removed again.
+        "cell": lambda text: code(text).replace("|", "\\|"),
+        "block": lambda text, language: "\n".join(block(text, language)),
+        "repr": repr,
+        "count": count_text,
+        "loss": lambda value: "" if value is None else f"{value:.4f}",
+    }
+    environment.globals |= {
+        "CHECKSUMS": CHECKSUMS,
+        "PROVENANCE": PROVENANCE,
+        "VERIFICATION_PAGE": VERIFICATION_PAGE,
+        "MANAGED_BY": MANAGED_BY,
+    }
+    return environment.get_template("card.md.j2")
 
 
 def model_card(facts: RunFacts) -> str:
-    """The card of everything that is published together."""
-    lines = [
-        *_front_matter(facts, is_adapter=not facts.layout.has_merged),
-        f"# {code(facts.plan.job.name)}",
-        "",
-        *_what(facts),
-        "",
-    ]
-    lines += ["## How to load it", "", *_loading(facts)]
-    for title, section in _SECTIONS:
-        if body := section(facts):
-            lines += ["", f"## {title}", "", *body]
-    return "\n".join(lines) + "\n"
+    """Return the card for all results that are published together."""
+    return _card(facts, is_adapter=not facts.layout.has_merged, is_short=False)
 
 
 def adapter_card(facts: RunFacts) -> str:
-    """A short card for the adapter's own directory, with what the Hub and PEFT look for."""
-    merged = hub_repository(facts, MERGED)
-    where = "in the directory above" if merged is None else f"of {code(merged)}, which has it merged,"
-    text = f"An adapter for {code(facts.plan.model.name)}, made by {facts.plan.method.type.value}. "
-    lines = [*_front_matter(facts, is_adapter=True), f"# {code(facts.plan.job.name)}", ""]
-    lines.append(f"{text}The model card {where} says all about it.")
-    if merged is not None:
-        lines += ["", "## How to load it", "", *_load_adapter(facts)]
-    return "\n".join(lines) + "\n"
+    """Return a short card for the adapter's own directory: what the Hub and PEFT look for."""
+    return _card(facts, is_adapter=True, is_short=True)
+
+
+def _card(facts: RunFacts, *, is_adapter: bool, is_short: bool) -> str:
+    history, serving, added = facts.history, facts.serving, facts.added
+    front = yaml.safe_dump(front_matter(facts, is_adapter=is_adapter), sort_keys=False, allow_unicode=True, width=1 << 20)
+    held_out = history.values("eval_loss")
+    evaluations = [("base model", *held_out[0])] if held_out and held_out[0][0] == 0 else []
+    if trained := [(step, loss) for step, loss in held_out if step > 0]:
+        evaluations += [("best", *min(trained, key=lambda entry: entry[1])), ("last", *trained[-1])]
+    stops = [number for token, number in zip(added.tokens, added.ids, strict=True) if token.stop] if added is not None else []
+    return _template().render(
+        front=front.rstrip("\n"),
+        facts=facts,
+        plan=facts.plan,
+        layout=facts.layout,
+        is_short=is_short,
+        base=base_address(facts),
+        merged=address(facts, MERGED),
+        adapter=address(facts, ADAPTER),
+        merged_repository=hub_repository(facts, MERGED),
+        adapter_repository=hub_repository(facts, ADAPTER),
+        # Loaders fetch from the Hub themselves, so they need no copy.
+        copied=copy_command(facts) if hub_repository(facts, MERGED) is None else None,
+        served_merged=serve_merged(facts),
+        served=serve_adapter(facts, " \\\n  "),
+        reasons="; ".join(one_line(reason) for reason in serving.reasons) if serving is not None else "",
+        # A merged model has the stop tokens in its generation_config.json, so only users of an adapter must set them.
+        stops=stops if facts.layout.has_adapter else [],
+        settings=chosen_settings(facts.plan),
+        last_step=history.points[-1].step if history.points else facts.trained_step,
+        points=table_points(history.points),
+        evaluations=evaluations,
+    )
 
 
 def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
-    """Front matter for the Hub. The Hub refuses models, data sets and licences that it does not know, so it contains only the
-    Hub's names.
+    """Return the front matter for the Hub.
+
+    It contains only names of the Hub, because the Hub refuses models, data sets and licences that it does not know.
     """
-    plan = facts.plan
+    plan, licence = facts.plan, facts.licence
     fields: dict[str, Any] = {}
     if re.match(HUB_NAME_PATTERN, plan.model.name):
         fields["base_model"] = plan.model.name
         fields["base_model_relation"] = "adapter" if is_adapter else "finetune"
     fields["library_name"] = "peft" if is_adapter else "transformers"
     fields["pipeline_tag"] = "text-generation"
-    if facts.licence.identifier:
-        fields["license"] = facts.licence.identifier
-        if facts.licence.identifier == OTHER_LICENCE:
-            fields |= {
-                key: value for key, value in (("license_name", facts.licence.name), ("license_link", facts.licence.link)) if value
-            }
-    if datasets := _hub_datasets(plan):
-        fields["datasets"] = datasets
+    if licence.identifier:
+        fields["license"] = licence.identifier
+        if licence.identifier == OTHER_LICENCE:
+            named = (("license_name", licence.name), ("license_link", licence.link))
+            fields |= {key: value for key, value in named if value}
+    held_out = [plan.data.validation] if plan.data.validation is not None else []
+    locations = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
+    datasets = {location.repository for location in locations if isinstance(location, HubPath) and location.is_dataset}
+    if datasets:
+        fields["datasets"] = sorted(datasets)
     fields["tags"] = [MANAGED_BY, plan.method.type.value.lower()]
     return fields
 
 
-def _front_matter(facts: RunFacts, *, is_adapter: bool) -> list[str]:
-    document = yaml.safe_dump(front_matter(facts, is_adapter=is_adapter), sort_keys=False, allow_unicode=True, width=1 << 20)
-    return ["---", document.rstrip("\n"), "---", ""]
+def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
+    """List the settings of method, data and training, with the plan's names."""
+    chosen: dict[str, Any] = {"method": plan.method.type.value}
+    if plan.method.lora is not None:
+        chosen |= _without_unset(plan.method.lora.model_dump(mode="json"))
+    if plan.method.adapter is not None:
+        chosen |= _without_unset(plan.method.adapter.settings)
+    if plan.method.quantization is not None:
+        quantization = _without_unset(plan.method.quantization.model_dump(mode="json"))
+        chosen |= {f"quantization.{name}": value for name, value in quantization.items()}
+    chosen |= plan.data.model_dump(mode="json", include={"format", "loss_on", "max_sequence_length", "packing"})
+    not_shown = {"micro_batch_size", "gradient_accumulation_steps", "activation_checkpointing"}
+    not_shown |= {"trackers", "step_timeout_seconds", "compile"}
+    chosen |= _without_unset(plan.training.model_dump(mode="json", exclude=not_shown))
+    return [(name, _value(value)) for name, value in chosen.items()]
 
 
-def _hub_datasets(plan: RunPlan) -> list[str]:
-    held_out = [plan.data.validation] if plan.data.validation is not None else []
-    locations = [parse_source(source.source) for source in (*plan.data.train, *held_out)]
-    return sorted({location.repository for location in locations if isinstance(location, HubPath) and location.is_dataset})
+def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that were neither left open nor switched off; zeros are kept."""
+    return {name: value for name, value in values.items() if value is not None and value is not False and value not in ({}, [])}
 
 
-def _what(facts: RunFacts) -> list[str]:
-    plan, layout = facts.plan, facts.layout
-    base = code(plan.model.name) + (f" at {code(plan.model.revision)}" if plan.model.revision else "")
-    if not plan.method.trains_adapter:
-        return [f"{base}, fine-tuned whole."]
-    if not layout.has_merged:
-        return [f"An adapter for {base}, made by {plan.method.type.value}."]
-    more = ""
-    if layout.has_adapter:
-        apart = hub_repository(facts, ADAPTER)
-        more = " The adapter alone is here as well." if apart is None else f" The adapter alone is in {code(apart)}."
-    return [f"{base}, fine-tuned by {plan.method.type.value} and merged: it needs no adapter to be loaded.{more}"]
-
-
-def _loading(facts: RunFacts) -> list[str]:
-    lines: list[str] = []
-    if facts.layout.has_merged:
-        lines += _load_merged(facts)
-    if facts.layout.has_adapter:
-        lines += ([""] if lines else []) + _load_adapter(facts)
-    return lines
-
-
-def _load_merged(facts: RunFacts) -> list[str]:
-    where = address(facts, MERGED)
-    script = (
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained({where!r}, dtype="auto")\n'
-        f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
-    )
-    return [
-        "The merged model:",
-        "",
-        *_pulling(facts),
-        *block(script, "python"),
-        "",
-        "With vLLM:",
-        "",
-        *block(serve_merged(facts), "sh"),
-    ]
-
-
-def _load_adapter(facts: RunFacts) -> list[str]:
-    where, base = address(facts, ADAPTER), base_address(facts)
-    knows_base = base == facts.plan.model.name
-    if knows_base:  # the adapter's configuration names it, with its revision
-        script = (
-            "from peft import AutoPeftModelForCausalLM\n"
-            "from transformers import AutoTokenizer\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained({where!r}, dtype="auto")\n'
-            f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
-        )
-    else:
-        script = (
-            "from peft import PeftModel\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")\n'
-            f"{_resized(facts)}"
-            f"model = PeftModel.from_pretrained(base, {where!r})\n"
-            f"tokenizer = AutoTokenizer.from_pretrained({where!r})\n"
-        )
-    return [
-        "The adapter:" if knows_base else f"The adapter, with a copy of {code(facts.plan.model.name)} in `{base}`:",
-        "",
-        *([] if facts.layout.has_merged else _pulling(facts)),
-        *block(script, "python"),
-        "",
-        *_serving(facts),
-    ]
-
-
-def _resized(facts: RunFacts) -> str:
-    """AutoPeftModel learns from the adapter's tokenizer that the base needs more rows; PeftModel does not."""
-    added = facts.added
-    return f"base.resize_token_embeddings({added.num_rows})\n" if added is not None and added.has_more_rows else ""
-
-
-def _serving(facts: RunFacts) -> list[str]:
-    report = facts.serving
-    if report is None:
-        return []
-    command = serve_adapter(facts, " \\\n  ")
-    if command is None:
-        reasons = "; ".join(one_line(reason) for reason in report.reasons)
-        return [f"vLLM does not serve the adapter as it is: {code(reasons)}."]
-    notes = [f"* {note}" for note in report.notes]
-    copy = "" if hub_repository(facts, ADAPTER) is not None else ", from a local copy of these files"
-    return [f"With vLLM{copy}:", "", *block(command, "sh"), *(["", *notes] if notes else [])]
-
-
-def _pulling(facts: RunFacts) -> list[str]:
-    command = None if hub_repository(facts, MERGED) is not None else copy_command(facts)
-    return [] if command is None else [*block(command, "sh"), ""]
+def _value(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(str(item) for item in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{key}: {item}" for key, item in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,8 +1,8 @@
-"""The list of a release: SHA256SUMS over everything, with the names at the destination, and the release that it describes.
+"""SHA256SUMS, the list of a release: digests of all files by their names at the destination. Also reads the listed release.
 
-The digests of weights come from the manifests that were written with them, so that no weight is read a second time; the sender of
-a file proves it and refuses one that differs. Whoever can write to the claim can also write this list, and the pod that reads it
-holds credentials: so its names must stay below the results, and no link is followed.
+The digests of weights come from the manifests that were written with them, so that no weight is read a second time. Before a file
+is sent, it is compared with its digest. Whoever can write to the claim can also write this list, and the pod that reads it has
+credentials, so the list may only name files below the results, and no link is followed.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _AGAIN = "delete the results and run the merge again"
 
 
 def checksum_lines(sha256_of: Mapping[str, str]) -> str:
-    """Digests by name, in the form that `sha256sum --check` reads."""
+    """Return digests by name as lines that `sha256sum --check` reads."""
     return "".join(f"{sha256_of[name]}  {name}\n" for name in sorted(sha256_of))
 
 
 def parse_checksums(text: str) -> dict[str, str] | None:
-    """Digests by name; None if the text is cut off or was not made by `checksum_lines`."""
+    """Return the digests by name; None if the text is cut off or was not written by `checksum_lines`."""
     if not text.endswith("\n"):
         return None
     matches = [_LINE.fullmatch(line) for line in text.removesuffix("\n").split("\n")]
@@ -58,12 +58,8 @@ def parse_checksums(text: str) -> dict[str, str] | None:
     return digests if len(digests) == len(matches) and digests else None
 
 
-def hashed_weights(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
-    """Digest of every file of weights by its name in the results. Raises CheckpointError for an unreadable manifest."""
-    return _hashed(output, layout, f"*{WEIGHT_SUFFIX}")
-
-
-def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[str, str]:
+def hashed_weights(output: OutputLayout, layout: ReleaseLayout, pattern: str = f"*{WEIGHT_SUFFIX}") -> dict[str, str]:
+    """Return the digests of weight files by their names in the results. Raises CheckpointError for an unreadable manifest."""
     digests: dict[str, str] = {}
     for directory in layout.directories:
         known = _known_digests(output.root / directory / MANIFEST_FILE)
@@ -75,7 +71,7 @@ def _hashed(output: OutputLayout, layout: ReleaseLayout, pattern: str) -> dict[s
 
 
 def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
-    """Digest of one of the results. Raises CheckpointError if it is a link or no file, which something else has put there."""
+    """Return the digest of a result. Raises CheckpointError for a link or a special file, which no merge writes."""
     try:
         with open_beneath(output.root, name):
             return known or sha256_beneath(output.root, name)
@@ -83,20 +79,11 @@ def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
         raise CheckpointError(f"{output.root / name}: {error.strerror}", "remove it and run the merge again") from error
 
 
-def _hashed_files(output: OutputLayout, layout: ReleaseLayout) -> dict[str, str]:
-    """Digest of every published file by its name in the results. Raises CheckpointError for an unreadable manifest."""
-    digests = _hashed(output, layout, "*")
-    for name in BESIDE:
-        if os.path.lexists(output.root / name):
-            digests[name] = _sha256(output, name)
-    return digests
-
-
 def _known_digests(manifest: Path) -> dict[str, str]:
-    """Digests of the weights alone. They are large; everything else is hashed again."""
+    """Return the digests of weights, which are too large to hash again; all other files are hashed again."""
     try:
         listed = json.loads(read_own(manifest))["files"]
-        # The trainer lists its files by name, the merge as a list.
+        # The trainer writes a mapping by file name, the merge a list.
         entries = listed.items() if isinstance(listed, dict) else ((entry["name"], entry) for entry in listed)
         return {name: str(entry["sha256"]) for name, entry in entries if name.endswith(WEIGHT_SUFFIX)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -107,7 +94,8 @@ def _known_digests(manifest: Path) -> dict[str, str]:
 
 def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
     """Write SHA256SUMS, the last file of the results. Raises CheckpointError if two files have one name."""
-    digests = _hashed_files(output, layout)
+    digests = hashed_weights(output, layout, "*")
+    digests |= {name: _sha256(output, name) for name in BESIDE if os.path.lexists(output.root / name)}
     named = {layout.at_destination(local): sha256 for local, sha256 in digests.items()}
     if len(named) != len(digests):
         taken = [layout.at_destination(local) for local in digests]
@@ -119,14 +107,14 @@ def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
 
 
 def remove_checksums(output: OutputLayout) -> None:
-    """Remove the mark that the results are complete, before any of them changes."""
+    """Remove SHA256SUMS, which marks the results as complete, before any of them changes."""
     if os.path.lexists(output.checksums):
         output.checksums.unlink()
         sync_directory(output.root)
 
 
 def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mapping[str, str]) -> bool:
-    """Whether the results are complete and hold these files with these digests, by their names in the results."""
+    """Whether the results are complete and hold these files. digests: digests by name in the results."""
     try:
         listed = parse_checksums(read_own(output.checksums).decode())
     except (OSError, ValueError):
@@ -135,9 +123,9 @@ def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mappin
 
 
 def read_release(context: RunContext) -> Release:
-    """The complete results of this run, in the order of publishing. Reads sizes, no weights.
+    """Return the complete results of this run, in the order of publishing. Reads the files' sizes, but no weights.
 
-    Raises CheckpointError if they are not complete, or hold something that no merge has written.
+    Raises CheckpointError if the results are not complete, or hold something that no merge has written.
     """
     output, layout = context.output, release_layout(context.plan)
     claim = context.claims_root / context.plan.output.claim
@@ -152,16 +140,27 @@ def read_release(context: RunContext) -> Release:
     if listed is None:
         raise CheckpointError(f"{output.checksums}: is not a list of checksums", _INCOMPLETE)
     files = [_release_file(output, claim, layout.in_results(name), name, sha256) for name, sha256 in listed.items()]
-    manifest = output.checksums.relative_to(claim).as_posix()
+    manifest, plan = output.checksums.relative_to(claim).as_posix(), context.plan
+    facts = {
+        "job": f"{plan.job.namespace}/{plan.job.name}",
+        "job_uid": plan.job.uid,
+        "method": plan.method.type.value,
+        "base_model": plan.model.name,
+        "plan_sha256": context.plan_sha256,
+    }
+    if plan.model.revision is not None:
+        facts["base_revision"] = plan.model.revision
+    # Weights come first, the model card last.
+    files.sort(key=lambda file: (not file.name.endswith(WEIGHT_SUFFIX), file.name == CARD, file.name))
     return Release(
-        files=tuple(sorted(files, key=_order)),
+        files=tuple(files),
         manifest=ReleaseFile(claim, manifest, CHECKSUMS, len(content), hashlib.sha256(content).hexdigest()),
-        facts=release_facts(context),
+        facts=facts,
     )
 
 
 def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha256: str) -> ReleaseFile:
-    """local: name in the results."""
+    """Return a listed file with its size. local: its name in the results. Raises CheckpointError."""
     parts = PurePosixPath(local).parts
     if PurePosixPath(local).as_posix() != local or not set(parts).isdisjoint(("/", "..", ".")):
         raise CheckpointError(
@@ -182,23 +181,3 @@ def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha2
         raise CheckpointError(
             f"{output.root / local}: {CHECKSUMS} names it, and it cannot be read ({error.strerror})", _INCOMPLETE
         ) from error
-
-
-def _order(file: ReleaseFile) -> tuple[bool, bool, str]:
-    """Sort key: weights first, the model card last."""
-    return not file.name.endswith(WEIGHT_SUFFIX), file.name == CARD, file.name
-
-
-def release_facts(context: RunContext) -> dict[str, str]:
-    """Facts about a release for annotations and commit messages."""
-    plan = context.plan
-    facts = {
-        "job": f"{plan.job.namespace}/{plan.job.name}",
-        "job_uid": plan.job.uid,
-        "method": plan.method.type.value,
-        "base_model": plan.model.name,
-        "plan_sha256": context.plan_sha256,
-    }
-    if plan.model.revision is not None:
-        facts["base_revision"] = plan.model.revision
-    return facts

@@ -1,6 +1,6 @@
-"""Commands that fetch, load and serve what was published, each one line for a shell; the model card and the report share them.
+"""Shell commands, one line each, that fetch, serve or convert the results; the model card and the report share them.
 
-Directories in them are relative to a local copy of the results. Names that users choose are quoted.
+Directories in the commands are relative to a local copy of the results. Names that users choose are quoted.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from finetune_trainer.release.files import ADAPTER, MERGED
 
 
 def address(facts: RunFacts, part: str) -> str:
-    """Address for loaders: the repository on the Hub, or a directory below the one with these files."""
+    """Return the address of a result for loaders: its repository on the Hub, or its directory in a local copy."""
     return hub_repository(facts, part) or local_directory(facts, part)
 
 
 def local_directory(facts: RunFacts, part: str) -> str:
-    """Directory of one of the results, in a local copy of what was published."""
+    """Return the directory of a result in a local copy of what was published."""
     return "." if facts.layout.top == part else f"./{part}"
 
 
 def base_address(facts: RunFacts) -> str:
-    """Address of the base for loaders: its name on the Hub, or a directory where the reader has put it."""
+    """Return the address of the base for loaders: its name on the Hub, or the directory where the reader is to put it."""
     name = facts.plan.model.name
     return name if re.match(HUB_NAME_PATTERN, name) else "./base"
 
 
 def hub_repository(facts: RunFacts, part: str) -> str | None:
-    """The repository on the Hub that has this result at its top; None if results go elsewhere."""
+    """Return the repository on the Hub that has this result at its top; None if results are not published to the Hub."""
     destination = None if facts.plan.publish is None else parse_destination(facts.plan.publish.destination)
     if not isinstance(destination, HubPath):
         return None
@@ -38,7 +38,7 @@ def hub_repository(facts: RunFacts, part: str) -> str | None:
 
 
 def copy_command(facts: RunFacts) -> str | None:
-    """Command for a local copy of what was published; None if it is on a claim."""
+    """Return the command that copies what was published; None if the results are on a claim."""
     if facts.plan.publish is None:
         return None
     destination = parse_destination(facts.plan.publish.destination)
@@ -53,14 +53,14 @@ def copy_command(facts: RunFacts) -> str | None:
 
 
 def serve_merged(facts: RunFacts) -> str:
-    """Command that serves the merged, or wholly trained, model with vLLM."""
+    """Return the command that serves the merged or fully trained model with vLLM."""
     return f"vllm serve {quoted(address(facts, MERGED))}"
 
 
 def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
-    """Command that serves the adapter on its base with vLLM; None if vLLM does not serve it as it is.
+    """Return the command that serves the adapter on its base with vLLM; None if vLLM does not serve the adapter.
 
-    The adapter comes from the Hub or a local copy. separator: of two lines.
+    The adapter comes from the Hub or a local copy. separator: text between the two parts of the command.
     """
     if facts.serving is None or not facts.serving.is_served:
         return None
@@ -70,15 +70,15 @@ def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
 
 
 def convert_merged(facts: RunFacts) -> str:
-    """Command that converts the merged model to a file of llama.cpp, with the script of its source tree, from a local copy."""
+    """Return the command that converts a local copy of the merged model for llama.cpp, with a script of llama.cpp's source."""
     outfile = quoted(f"{facts.plan.job.name}.gguf")
     return f"python convert_hf_to_gguf.py {quoted(local_directory(facts, MERGED))} --outfile {outfile}"
 
 
 def convert_adapter(facts: RunFacts) -> str | None:
-    """Command that converts the adapter for llama.cpp's --lora; None if it would compute something else there.
+    """Return the command that converts the adapter for llama.cpp's --lora; None if llama.cpp would compute something else.
 
-    A copy of the base is in ./base.
+    The command expects a copy of the base in ./base.
     """
     if facts.serving is None or not facts.serving.is_for_llama_cpp:
         return None
@@ -87,6 +87,6 @@ def convert_adapter(facts: RunFacts) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """One word of a shell, on one line."""
+    """Return the text as one word for a shell, on one line."""
     plain = one_line(text)
     return plain if re.fullmatch(r"[A-Za-z0-9_./:@=-]+", plain) else "'" + plain.replace("'", "'\\''") + "'"

@@ -1,6 +1,4 @@
-"""Facts of a run for the description of its results, read from the workspace. Times are left out, so that equal runs give equal
-bytes.
-"""
+"""Facts of a run for the description of its results, read from the workspace."""
 
 from __future__ import annotations
 
@@ -8,8 +6,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
@@ -21,27 +17,25 @@ from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.report import ModelReport
 from finetune_trainer.json_lines import read_lines
-from finetune_trainer.observe.goodput import parse_records, starts_and_ends
+from finetune_trainer.observe.goodput import AttemptStarted, GoodputRecord, parse_records, starts_and_ends
 from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.files import ReleaseLayout, release_layout
 from finetune_trainer.release.licence import Licence, read_licence
+from finetune_trainer.verify.gate import gate_rows
 
 if TYPE_CHECKING:
     from finetune_trainer.verify.report import VerificationReport
 
-CURVE_WIDTH = 60
-"""Largest number of characters of a curve."""
 TABLE_ROWS = 12
-"""Largest number of rows of the table."""
-_BARS = "▁▂▃▄▅▆▇█"
+"""Maximum number of rows of the table of steps."""
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of records, verified when it was prepared."""
+    """A file of records, whose digest was taken when its records were prepared."""
 
     name: str
-    """Path below the source; empty if the source is the file."""
+    """Path below the source; empty if the source is the file itself."""
     sha256: str
 
 
@@ -53,30 +47,16 @@ class DataSource:
     source: str
     """The source as the user wrote it."""
     revision: str | None
-    """Commit of `hf://` sources."""
+    """Commit of an `hf://` source."""
     weight: float
     files: tuple[SourceFile, ...]
     counts: Mapping[str, Any]
-    """Counts with the names of DatasetFacts; empty if preparation kept none."""
-
-
-@dataclass(frozen=True)
-class AttemptFacts:
-    """One attempt at training, from its own records."""
-
-    number: int
-    first_step: int
-    """Step after which it continued."""
-    last_step: int
-    """Step of its last record."""
-    world_size: int | None
-    device: str | None
-    """`cpu`, or the name of a GPU. Like the ranks it is None if the release that trained did not record it."""
+    """Counts by the field names of DatasetFacts; empty if preparation kept none."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Everything in the model card and the provenance."""
+    """Everything that the model card and the provenance state."""
 
     plan: RunPlan
     plan_sha256: str
@@ -90,18 +70,25 @@ class RunFacts:
     data_hash: str
     sources: tuple[DataSource, ...]
     splits: Mapping[str, Mapping[str, Any]]
-    """Counts of each split, with the names of SplitFacts."""
+    """Counts of each split, by the field names of SplitFacts."""
     history: TrainingHistory
     trained_step: int
-    """Optimizer step whose weights were exported."""
+    """Optimizer step after which the weights were exported."""
     verification: VerificationReport | None
-    """None if nothing was merged."""
+    """Verification of the merge; None if nothing was merged."""
     serving: ServingReport | None
-    """None without an adapter."""
+    """Report of how engines serve the adapter; None without an adapter."""
     added: AddedTokens | None = None
     """Tokens that the base does not have."""
-    attempts: tuple[AttemptFacts, ...] = ()
-    """Attempts at training, in their order."""
+    attempts: Sequence[tuple[AttemptStarted, GoodputRecord]] = ()
+    """Start and last record of each training attempt, in order."""
+
+    @property
+    def figures(self) -> list[tuple[str, str, str]]:
+        """Figures of the merge with their thresholds, as rows of a table; empty if logits were not compared."""
+        if self.verification is None or self.verification.logits is None or self.verification.gate is None:
+            return []
+        return gate_rows(self.verification.logits, self.verification.gate)
 
 
 def run_facts(
@@ -111,10 +98,11 @@ def run_facts(
     verification: VerificationReport | None,
     serving: ServingReport | None,
 ) -> RunFacts:
-    """Read the facts that are not given. Raises OSError, PreparedDataError, ModelError."""
+    """Collect the facts: these arguments, and the rest from files. Raises OSError, PreparedDataError, ModelError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
     lines = read_own(workspace.history).decode(errors="replace") if workspace.history.is_file() else ""
+    records = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
     fetched = {item.target: item for item in plan.fetch.items} if plan.fetch is not None else {}
     splits = prepared["splits"]
     return RunFacts(
@@ -133,21 +121,12 @@ def run_facts(
         verification=verification,
         serving=serving,
         added=read_added_tokens(workspace.added_tokens) if plan.model.added_tokens else None,
-        attempts=attempt_facts(workspace.accounts),
-    )
-
-
-def attempt_facts(accounts: Path) -> tuple[AttemptFacts, ...]:
-    """Attempts from the file; none without it. Raises OSError."""
-    text = read_own(accounts).decode(errors="replace") if accounts.is_file() else ""
-    return tuple(
-        AttemptFacts(start.attempt, start.step, last.step, start.world_size, start.device)
-        for start, last in starts_and_ends(parse_records(read_lines(text)))
+        attempts=starts_and_ends(parse_records(read_lines(records))),
     )
 
 
 def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimPath, FetchItem]) -> tuple[DataSource, ...]:
-    """The plan's sources in its order, with preparation's counts."""
+    """List the sources in the plan's order, with the counts of preparation."""
     planned = [(TRAIN, source) for source in plan.data.train]
     planned += [(VALIDATION, plan.data.validation)] if plan.data.validation is not None else []
     read = prepared.get("inputs", {}).get("sources", [])
@@ -155,7 +134,7 @@ def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimP
     data_sources = []
     for number, (split, source) in enumerate(planned):
         files = read[number]["files"] if number < len(read) else []
-        # Of a single file, preparation keeps only the suffix.
+        # If a source is a single file, preparation keeps only the file's suffix.
         named = [SourceFile("" if len(files) == 1 and name.startswith(".") else name, sha256) for name, sha256 in files]
         data_sources.append(
             DataSource(
@@ -172,18 +151,18 @@ def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimP
 
 @dataclass(frozen=True)
 class Point:
-    """One optimizer step, or the state before the first."""
+    """One optimizer step, or the state before the first step."""
 
     step: int
     loss: float | None
-    """Mean over the supervised tokens of the step; None before the first."""
+    """Mean loss over the supervised tokens of the step; None before the first step."""
     eval_loss: float | None
-    """Mean over the supervised held-out tokens; None if nothing was held out or evaluated."""
+    """Mean loss over the supervised held-out tokens; None if nothing was held out or evaluated."""
     learning_rate: float | None = None
     gradient_norm: float | None = None
     """Norm of the gradients of all trainable parameters, before clipping."""
     tokens_per_second: float | None = None
-    """Tokens of documents, over all ranks."""
+    """Tokens of documents per second, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -194,29 +173,23 @@ class TrainingHistory:
     tokens: int
     supervised_tokens: int
     peak_memory_bytes: int | None = None
-    """Peak memory of a rank, of its device or resident on the CPU; None if no step has measured it."""
+    """Peak memory of a rank: of its device, or resident memory on a CPU. None if no step has measured it."""
     calculated_tokens_per_second: float | None = None
-    """The planner's figure for the device of the latest attempt; None if it does not know the device."""
+    """The planner's figure for the device of the latest attempt; None if the planner does not know the device."""
 
     @property
     def tokens_per_second(self) -> float | None:
         """Tokens per second of the median step."""
-        rates = [point.tokens_per_second for point in self.points if point.tokens_per_second is not None]
+        rates = [rate for _, rate in self.values("tokens_per_second")]
         return statistics.median(rates) if rates else None
 
-    @property
-    def evaluations(self) -> list[tuple[int, float]]:
-        """Step and held-out loss of each evaluation."""
-        return [(point.step, point.eval_loss) for point in self.points if point.eval_loss is not None]
-
-    @property
-    def losses(self) -> list[tuple[int, float]]:
-        """Step and training loss of each step."""
-        return [(point.step, point.loss) for point in self.points if point.loss is not None]
+    def values(self, name: str) -> list[tuple[int, float]]:
+        """Return the step and the value of each point that has a value of this name."""
+        return [(point.step, value) for point in self.points if (value := getattr(point, name)) is not None]
 
 
 def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
-    """The history in the lines. The last line of a step counts, since a run that went back has written it again."""
+    """Return the history. If a step has several lines, the last one counts: a run that went back did the step again."""
     by_step = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     kept = [by_step[step] for step in sorted(by_step)]
     values = ("loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -236,7 +209,7 @@ def _number(value: object) -> float | None:
         number = float(value) if isinstance(value, int | float) else math.inf
     except OverflowError:  # a very large integer
         return None
-    # The trainer writes only finite numbers.
+    # The trainer writes only finite numbers, so others come from a changed file and are left out.
     return number if math.isfinite(number) else None
 
 
@@ -244,18 +217,8 @@ def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> int:
     return sum(line[name] for line in lines if isinstance(line.get(name), int))
 
 
-def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """One character for each value, or for the mean of neighbours if there are more than `width`."""
-    if len(values) > width:
-        edges = [round(number * len(values) / width) for number in range(width + 1)]
-        values = [sum(values[start:stop]) / (stop - start) for start, stop in pairwise(edges)]
-    lowest, highest = min(values), max(values)
-    span = (highest - lowest) or 1.0
-    return "".join(_BARS[min(int((value - lowest) / span * len(_BARS)), len(_BARS) - 1)] for value in values)
-
-
 def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]:
-    """Points for the table: those with a held-out loss, or all if there are none; evenly thinned, first and last kept."""
+    """Choose up to `most` points for the table, first and last included, from those with a held-out loss if there are several."""
     evaluated = [point for point in points if point.eval_loss is not None]
     from_these = evaluated if len(evaluated) > 1 else list(points)
     if len(from_these) <= most:
@@ -263,6 +226,6 @@ def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]
     return [from_these[round(number * (len(from_these) - 1) / (most - 1))] for number in range(most)]
 
 
-def count_text(counts: Mapping[str, Any], name: str) -> str:
-    """A count of records or tokens for people."""
-    return f"{counts[name]:,}" if isinstance(counts.get(name), int) else "not counted"
+def count_text(count: object) -> str:
+    """Return a count of records, tokens or steps as text for people."""
+    return f"{count:,}" if isinstance(count, int) else "not counted"

@@ -1,7 +1,7 @@
-"""The files of a release: their names at each kind of destination.
+"""The files of a release, and their names at each kind of destination.
 
-A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card beside them. A repository (`hf://`, `oci://`) is
-itself a model: the merged one, or the adapter if that is the only result, is at its top, where loaders look.
+A directory (`pvc://`, `s3://`) has `adapter/` and `merged/` with the model card next to them. A repository (`hf://`, `oci://`) is
+itself a model: the merged model, or the adapter if nothing was merged, is at its top, where loaders look.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAMES = OutputLayout(Path())
 ADAPTER, MERGED = _NAMES.adapter.name, _NAMES.merged.name
 CARD, PROVENANCE, CHECKSUMS = _NAMES.model_card.name, _NAMES.provenance.name, _NAMES.checksums.name
 SIGNATURE = f"{CHECKSUMS}.sig"
-"""Signature of the checksums. It is made while publishing, so it is not among the results."""
+"""Signature of the checksums. Publishing creates it, so it is not among the results."""
 VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
 REPORT, REPORT_DATA = _NAMES.report.name, _NAMES.report_data.name
 BESIDE = (CARD, PROVENANCE, REPORT, REPORT_DATA, VERIFICATION, VERIFICATION_PAGE)
-"""Files beside the directories of weights, which the checksums name; the last two exist only if something was merged."""
+"""Files next to the directories of weights. The checksums name them; the last two exist only if something was merged."""
 WEIGHT_SUFFIX = ".safetensors"
 
 
@@ -38,7 +38,7 @@ class ReleaseLayout:
 
     @property
     def top(self) -> str | None:
-        """Directory of the results whose files are at the top; None if all keep their directories."""
+        """Directory of the results whose files go to the top of the destination; None if all files keep their directories."""
         if not self.is_repository:
             return None
         return MERGED if self.has_merged else ADAPTER
@@ -50,34 +50,32 @@ class ReleaseLayout:
 
     @property
     def needs_adapter_card(self) -> bool:
-        """Whether the adapter is in a directory of its own, where the model card is not seen."""
+        """Whether the adapter is in a directory of its own, whose readers do not see the model card."""
         return self.has_adapter and self.top != ADAPTER
 
     def at_destination(self, local: str) -> str:
-        """Name at the destination of a file of the results, both with slashes and relative to their roots."""
+        """Return a result's name at the destination. Both names are relative and have slashes."""
         first, _, rest = local.partition("/")
         return rest if rest and first == self.top else local
 
     def in_results(self, name: str) -> str:
-        """Name in the results of a file at the destination."""
+        """Return the name in the results of a file at the destination."""
         first, slash, _ = name.partition("/")
         keeps_name = name in BESIDE or (bool(slash) and first in self.directories and first != self.top)
         return name if self.top is None or keeps_name else f"{self.top}/{name}"
 
 
 def release_layout(plan: RunPlan) -> ReleaseLayout:
-    """The results that the plan publishes, and their form."""
+    """Return the layout of the results that the plan publishes."""
     destination = parse_destination(plan.publish.destination) if plan.publish else plan.output
     return ReleaseLayout(
-        has_adapter=plan.has_adapter,
-        has_merged=plan.has_merged,
-        is_repository=isinstance(destination, HubPath | RegistryPath),
+        has_adapter=plan.has_adapter, has_merged=plan.has_merged, is_repository=isinstance(destination, HubPath | RegistryPath)
     )
 
 
 @dataclass(frozen=True)
 class ReleaseFile:
-    """One file and its proof."""
+    """One file of a release, with the digest that proves it."""
 
     claim: Path
     """Mount of the claim that holds the results."""
@@ -93,13 +91,13 @@ class ReleaseFile:
         return self.claim / self.path
 
     def open(self) -> BufferedReader:
-        """Open the file for reading. No link is followed, since others may write to the claim. Raises OSError."""
+        """Open the file for reading. No link is followed, since other pods may write to the claim. Raises OSError."""
         return open_beneath(self.claim, self.path)
 
 
 @dataclass(frozen=True)
 class Release:
-    """Everything that is published, in order: weights first, then their descriptions; `manifest` is the last file of all."""
+    """Everything that is published, in order: weights, then their descriptions, and `manifest` as the last file."""
 
     files: tuple[ReleaseFile, ...]
     manifest: ReleaseFile

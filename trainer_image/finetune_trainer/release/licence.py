@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from finetune_trainer.files import licence_files
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
-"""Form of the Hub's names of licences."""
+"""Form of the names that the Hub gives to licences."""
 OTHER_LICENCE = "other"
 """The Hub's name for a licence that is not in its list."""
 _LONGEST_TEXT = 200
@@ -23,10 +24,10 @@ _LONGEST_TEXT = 200
 
 @dataclass(frozen=True)
 class Licence:
-    """The base's licence. Empty strings: the base states nothing."""
+    """The base's licence. A string is empty if the base does not state it."""
 
     identifier: str = ""
-    """The Hub's name of the licence."""
+    """The Hub's identifier for the licence."""
     name: str = ""
     link: str = ""
     files: tuple[str, ...] = ()
@@ -38,17 +39,23 @@ class Licence:
 
 
 def read_licence(model: Path) -> Licence:
-    """Read the licence from the base's card, its configuration and its files, in this order if they differ. Raises OSError."""
-    files = tuple(path.name for path in licence_files(model))
-    card = read_front_matter(_text(model / CARD_FILE))
-    identifier = _identifier(card.get("license")) or _identifier(_settings(model).get("license"))
+    """Read the licence from the base's card, or else its configuration, and list its licence files. Raises OSError."""
+    files, text, config = tuple(path.name for path in licence_files(model)), "", None
+    if (model / CARD_FILE).is_file():
+        with (model / CARD_FILE).open("rb") as file:
+            text = file.read(_MAX_FRONT_MATTER).decode(errors="replace")
+    with suppress(OSError, ValueError):
+        config = json.loads((model / "config.json").read_bytes())
+    card = read_front_matter(text)
+    named = _identifier(config.get("license")) if isinstance(config, dict) else ""
+    identifier = _identifier(card.get("license")) or named
     if not identifier:
         return Licence(files=files)
     return Licence(identifier, _line(card.get("license_name")), _line(card.get("license_link")), files)
 
 
 def read_front_matter(text: str) -> dict[str, Any]:
-    """The mapping at the head of a card; empty if there is none that can be read."""
+    """Return the front matter at the head of a card; empty if there is none or it cannot be read."""
     match = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", text, re.DOTALL)
     if match is None:
         return {}
@@ -57,21 +64,6 @@ def read_front_matter(text: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError):
         return {}
     return {str(key): value for key, value in document.items()} if isinstance(document, dict) else {}
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        return file.read(_MAX_FRONT_MATTER).decode(errors="replace")
-
-
-def _settings(model: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _identifier(value: object) -> str:

@@ -1,7 +1,7 @@
-"""A release as the repositories of the Hub that it becomes.
+"""The repositories on the Hub into which a release is split.
 
-Loaders take a model from the top of a repository: PEFT's AutoPeftModel passes a folder on to the base, and vLLM knows no folders.
-So the adapter of a merged model gets a repository of its own.
+Loaders take a model from the top of a repository: PEFT's AutoPeftModel also uses the adapter's folder for the base, and vLLM
+knows no folders. So the adapter of a merged model gets a repository of its own.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _BELOW = f"{ADAPTER}/"
 
 
 def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tuple[tuple[HubPath, Release], ...]:
-    """Repositories and their releases, in the order of publishing: the last one exists only if all do. the last one is there only
-    if all are.
+    """Return repositories and their releases in the order of publishing: if the last one is published, all are.
 
     Args:
-    release: Everything, with the names that it has at the top of `place`.
+    release: All files, with their names at the top of `place`.
     place: The destination.
-    scratch: A directory of this pod alone, for lists of checksums.
+    scratch: A directory for lists of checksums, to which only this pod may write.
 
-    Raises CheckpointError if two files would have one name there, OSError.
+    Raises CheckpointError if two files of a repository would have the same name, and OSError.
     """
     adapter = [replace(file, name=file.name.removeprefix(_BELOW)) for file in release.files if file.name.startswith(_BELOW)]
     if not adapter:

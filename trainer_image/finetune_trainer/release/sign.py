@@ -1,4 +1,4 @@
-"""The signature of a release: one over SHA256SUMS, which names every other file with its digest.
+"""The signature of a release. It signs SHA256SUMS, which names every other file with its digest.
 
 It is ECDSA over SHA-256 in base64, as `cosign verify-blob` and `openssl dgst -verify` read it. Equal releases have equal
 signatures (RFC 6979), so a repeated publication sends the same bytes.
@@ -23,14 +23,14 @@ _MAKE_ONE = (
 
 
 def signed(release: Release, key: str, directory: Path) -> Release:
-    """The release with a signature as an additional file, which is written to `directory`.
+    """Return the release with its signature as an additional file, which is written to `directory`.
 
     Args:
     release: What is published.
-    key: PEM of a private key of the curve P-256, not encrypted.
+    key: Unencrypted private key of the curve P-256, as PEM.
     directory: A directory to which only this pod may write.
 
-    Raises DestinationRefusedError for another key, CheckpointError if the list has changed since it was read, OSError.
+    Raises DestinationRefusedError for a key of another kind, CheckpointError if SHA256SUMS changed since it was read, OSError.
     """
     with release.manifest.open() as file:
         content = file.read(MOST_OWN_BYTES)
@@ -52,8 +52,8 @@ def _sign(content: bytes, key: str) -> bytes:
     except (ValueError, TypeError, UnsupportedAlgorithm):
         # The exception's text may contain a part of the key.
         raise DestinationRefusedError(
-            f"{_FIELD}: signing.key is no PEM file with a private key, or is encrypted", _MAKE_ONE
+            f"{_FIELD}: signing.key is not a PEM file with an unencrypted private key", _MAKE_ONE
         ) from None
     if not isinstance(private, ec.EllipticCurvePrivateKey) or not isinstance(private.curve, ec.SECP256R1):
-        raise DestinationRefusedError(f"{_FIELD}: signing.key is a key of another kind than P-256", _MAKE_ONE)
+        raise DestinationRefusedError(f"{_FIELD}: signing.key is not a P-256 key", _MAKE_ONE)
     return private.sign(content, ec.ECDSA(hashes.SHA256(), deterministic_signing=True))

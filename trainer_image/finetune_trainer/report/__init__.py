@@ -1,1 +1,1 @@
-"""The report of a run: one HTML page with everything about it, and answers of the base and the tuned model."""
+"""The report of a run: one HTML page with everything that is known about it, and with answers of the base and the tuned model."""

@@ -1,25 +1,25 @@
-"""Curves as the coordinates of an SVG: pure functions over points. The template draws them, so that no text is markup here."""
+"""Pure functions that turn points into coordinates of an SVG. The template draws the curves, so this module writes no markup."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from finetune_trainer.markdown import one_line
 
 WIDTH, HEIGHT = 400.0, 220.0
-"""Size of the drawing, in its own units: narrow enough that text keeps its size on a phone."""
+"""Size of the drawing in its own units. It is narrow enough that a phone does not shrink its text."""
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 378.0, 12.0, 190.0
-"""Edges of the plotted area; labels are around it."""
+"""Edges of the plotted area. Labels are outside them."""
 MAX_POINTS = 200
-"""Largest number of points of a curve. Of longer curves, neighbours are drawn as their mean, with a band from the smallest to the
-largest.
+"""Maximum number of points of a curve. In longer curves, neighbouring points are drawn as their mean, with a band from the
+smallest value to the largest.
 """
 MOST, SMALLEST = 1e100, 1e-300
-"""Bounds of a drawn value, and of an axis with more than one value: beyond them there is no power of ten to count in. Infinity
-and NaN are not drawn either.
+"""Largest value that is drawn, and smallest span of an axis with several ticks: beyond them, powers of ten overflow or vanish.
+Infinity and NaN are not drawn either.
 """
 _TICKS = 4
 
@@ -28,17 +28,17 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Series:
-    """Values by step."""
+    """A named series of values, each at its step."""
 
     name: str
     points: Points
     has_marks: bool = False
-    """Whether each value is marked, which shows few values and distinguishes two curves without colours."""
+    """Whether each value has a mark. Marks show single values, and distinguish two curves without colours."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis and its place."""
+    """A label of an axis, and its place."""
 
     at: float
     label: str
@@ -46,7 +46,7 @@ class Tick:
 
 @dataclass(frozen=True)
 class Curve:
-    """One drawn series: the corners of its line, and of a polygon around it, which may be empty."""
+    """One drawn series: the corners of its line, and those of the band around the line, which may be empty."""
 
     name: str
     line: Points
@@ -56,7 +56,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Everything that is drawn, in units of the drawing."""
+    """Everything that a chart shows, in units of the drawing."""
 
     title: str
     description: str
@@ -64,38 +64,36 @@ class Chart:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     events: tuple[float, ...]
-    """Places of events: x of a vertical line."""
+    """Places of events: the x coordinate of a vertical line for each."""
 
 
 def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) -> Chart | None:
-    """Series over one pair of axes; None if nothing can be drawn. Values that are not finite are left out.
+    """Draw series over one pair of axes, without values that are not finite; None if no series has two values left.
 
     events: steps at which the run was resumed.
     """
-    finite = [Series(one_series.name, finite_points(one_series.points), one_series.has_marks) for one_series in series]
-    drawn = [one_series for one_series in finite if one_series.points]
-    if not any(len(one_series.points) > 1 for one_series in drawn):
+    drawn = [replace(given, points=points) for given in series if (points := finite_points(given.points))]
+    if not any(len(curve.points) > 1 for curve in drawn):
         return None
-    thinned = [(one_series, thin(one_series.points)) for one_series in drawn]
-    steps = [step for one_series in drawn for step, _ in one_series.points]
-    values = [value for one_series in drawn for _, value in one_series.points]
+    steps, values = zip(*(point for curve in drawn for point in curve.points), strict=True)
     x_range, y_ticks = (min(steps), max(steps)), ticks(min(values), max(values), outward=True)
     y_range = (min(*values, y_ticks[0]), max(*values, y_ticks[-1]))
 
     def place(step: float, value: float) -> tuple[float, float]:
-        across = LEFT + (RIGHT - LEFT) * _share(step, x_range)
-        return round(across, 1), round(BOTTOM - (BOTTOM - TOP) * _share(value, y_range), 1)
+        across, up = _share(step, x_range), _share(value, y_range)
+        return round(LEFT + (RIGHT - LEFT) * across, 1), round(BOTTOM - (BOTTOM - TOP) * up, 1)
 
     curves = []
-    for one_series, groups in thinned:
+    for curve in drawn:
+        groups = thin(curve.points)
         middle = [place(group.step, group.mean) for group in groups]
         band = [place(group.step, group.largest) for group in groups]
         band += [place(group.step, group.smallest) for group in reversed(groups)]
         is_thinned = any(group.smallest < group.largest for group in groups)
-        curves.append(Curve(one_series.name, middle, band if is_thinned else [], middle if one_series.has_marks else []))
+        curves.append(Curve(curve.name, middle, band if is_thinned else [], middle if curve.has_marks else []))
     return Chart(
         title=title,
-        description=" ".join(describe(one_series) for one_series in drawn),
+        description=" ".join(map(describe, drawn)),
         curves=tuple(curves),
         x_ticks=tuple(Tick(place(step, 0)[0], number(step)) for step in ticks(*x_range)),
         y_ticks=tuple(Tick(place(0, value)[1], number(value)) for value in y_ticks),
@@ -105,7 +103,7 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring points."""
+    """Neighbouring points that are drawn as one."""
 
     step: float
     mean: float
@@ -114,7 +112,7 @@ class Group:
 
 
 def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
-    """Form at most `most` groups of neighbours with about equally many points; the first and the last point are alone."""
+    """Form at most `most` groups of about equally many neighbours. The first and the last point are groups of their own."""
     if len(points) <= most:
         return [Group(step, value, value, value) for step, value in points]
     inner = points[1:-1]
@@ -128,7 +126,7 @@ def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
 
 
 def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float]:
-    """About `_TICKS` round numbers, 1, 2 or 5 times a power of ten apart: between the two, or just around them."""
+    """Choose about `_TICKS` round numbers between the two (or just around them), 1, 2 or 5 times a power of ten apart."""
     span = highest - lowest
     if span < SMALLEST:
         return [lowest]
@@ -141,19 +139,18 @@ def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float
 
 
 def describe(series: Series) -> str:
-    """Description of a curve for readers who do not see it."""
-    values = [value for _, value in series.points]
-    low_step, low = min(series.points, key=lambda point: point[1])
-    high_step, high = max(series.points, key=lambda point: point[1])
-    return (
-        f"{one_line(series.name)}: {number(values[0])} at step {number(series.points[0][0])}, {number(values[-1])} at step "
-        f"{number(series.points[-1][0])}; lowest {number(low)} at step {number(low_step)}, highest {number(high)} at step "
-        f"{number(high_step)}."
-    )
+    """Describe a curve in words, for readers who do not see it."""
+
+    def at(point: tuple[float, float]) -> str:
+        return f"{number(point[1])} at step {number(point[0])}"
+
+    points = series.points
+    lowest, highest = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+    return f"{one_line(series.name)}: {at(points[0])}, {at(points[-1])}; lowest {at(lowest)}, highest {at(highest)}."
 
 
 def number(value: float) -> str:
-    """Short text of a number, for axes."""
+    """Return a number as a short text for axes."""
     if not math.isfinite(value):
         return str(value)
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
@@ -163,7 +160,7 @@ def number(value: float) -> str:
 
 
 def finite_points(points: Points) -> Points:
-    """Points that can be drawn."""
+    """Return the points that can be drawn."""
     return [(step, value) for step, value in points if abs(step) <= MOST and abs(value) <= MOST]
 
 

@@ -1,7 +1,7 @@
-"""The form of `report.json`.
+"""The format of `report.json`.
 
-Every text in it comes from outside and every number may, too. Texts are bounded with hidden characters made visible, and
-impossible numbers are null.
+All its texts and some of its numbers come from outside. So texts are cut to a maximum length, hidden characters become visible,
+and impossible numbers become null.
 """
 
 from __future__ import annotations
@@ -17,46 +17,44 @@ from pydantic import BeforeValidator
 from finetune_trainer.inspection.report import StrictModel
 
 VERSION: Final = 1
-"""Version of the form of `report.json`. Removing a field or changing its meaning makes a new version; adding one does not."""
+"""Version of this format. It rises if a field is removed or changes its meaning, but not if a field is added."""
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
-"""Largest number of characters of any text, and of prompts, answers and commands."""
+"""Maximum number of characters of most texts, and of long ones: prompts, answers and commands."""
+_LONGEST_NOTE = 40
+"""Maximum length of the note that says how many characters were left out."""
 MAX_ENTRIES = 200
-"""Largest number of entries of any list."""
+"""Maximum number of entries of any list."""
 MOST_NUMBER = 1 << 62
-"""Bound of seconds, steps and bytes: larger numbers were not measured, and are left out."""
+"""Bound of seconds, steps and bytes. A larger number cannot have been measured, and is left out."""
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
 )
-"""Control characters, those that change the direction of writing, zero-width characters, and lone surrogates."""
+"""Control characters, characters that change the direction of writing, zero-width characters, and lone surrogates."""
 
 
 def bounded(text: str, most: int = MAX_TEXT) -> str:
-    """The first `most` characters and a count of the others, with each hidden character as a replacement character."""
-    return _HIDDEN.sub("\ufffd", text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} more characters)")
+    """Return the first `most` characters and a count of the rest. Hidden characters become replacement characters.
+
+    A text that is only a little longer than `most` stays whole, so that a result of this function is not cut again.
+    """
+    is_whole = len(text) <= most + _LONGEST_NOTE
+    return _HIDDEN.sub("\ufffd", text if is_whole else f"{text[:most]} … ({len(text) - most:,} more characters)")
 
 
 def known_number(value: Any) -> Any:
-    """The value, or None if it is no number, not finite, or beyond what can be measured."""
+    """Return the value, or None if it is not a number, not finite, or beyond what can be measured."""
     is_known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_NUMBER
     return value if is_known and math.isfinite(value) else None
 
 
 def known_count(value: Any) -> Any:
-    """The value, or None if it is no integer, negative, or beyond what can be measured."""
+    """Return the value, or None if it is not an integer, negative, or beyond what can be measured."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_NUMBER else None
 
 
-def _text(value: Any) -> Any:
-    return bounded(value) if isinstance(value, str) else value
-
-
-def _long_text(value: Any) -> Any:
-    return bounded(value, MAX_LONG_TEXT) if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_text)]
-LongText = Annotated[str, BeforeValidator(_long_text)]
+Text = Annotated[str, BeforeValidator(lambda value: bounded(value) if isinstance(value, str) else value)]
+LongText = Annotated[str, BeforeValidator(lambda value: bounded(value, MAX_LONG_TEXT) if isinstance(value, str) else value)]
 Number = Annotated[float | None, BeforeValidator(known_number)]
 Count = Annotated[int | None, BeforeValidator(known_count)]
 
@@ -70,7 +68,7 @@ class OutcomeOfMerge(StrEnum):
 
 
 class VerdictOfRun(StrictModel):
-    """The outcome, and a sentence for people."""
+    """The outcome of the run, and a sentence about it for people."""
 
     outcome: OutcomeOfMerge
     text: str
@@ -84,20 +82,20 @@ class LossAtStep(StrictModel):
 
 
 class HeldOutLoss(StrictModel):
-    """The first measurement, the last, and the lowest."""
+    """The first, the last and the lowest held-out loss."""
 
     first: LossAtStep
     last: LossAtStep
     best: LossAtStep
     change: Number
-    """Change from the first to the last, as a share of the first."""
+    """Change from the first loss to the last, as a share of the first."""
     has_fallen: bool
     rises_again: bool
-    """Whether the last is more than 2 % above the lowest."""
+    """Whether the last loss is more than 2 % above the lowest."""
 
 
 class CurvePoint(StrictModel):
-    """One step, or neighbouring steps that are drawn as one: their mean, lowest and highest value."""
+    """One step, or neighbouring steps that are drawn as one point: their mean, lowest and highest value."""
 
     step: Number
     value: Number
@@ -106,68 +104,75 @@ class CurvePoint(StrictModel):
 
 
 class Training(StrictModel):
-    """Extent and speed of the training."""
+    """Amount and speed of the training."""
 
     steps: Count
     tokens: Count
     supervised_tokens: Count
     tokens_per_second: Number
-    """Tokens of the median step, over all ranks."""
+    """Tokens per second in the median step, over all ranks."""
     calculated_tokens_per_second: Number
-    """The planner's figure for the device."""
+    """The tokens per second that the planner calculated for the device."""
 
 
-class AnswerOfModel(StrictModel):
-    """A model's answer to a prompt. is_complete: it ended by itself."""
+class ModelAnswer(StrictModel):
+    """A model's answer to a prompt. is_complete: whether the answer ended by itself."""
 
     text: LongText
     is_complete: bool
 
 
-class SampleAnswer(StrictModel):
-    """A held-out record, and both models' answers to its prompt."""
+class Sample(StrictModel):
+    """Both models' answers to the prompt of a held-out record. reference: the record's own text after the prompt."""
 
     record: Count
     prompt: LongText
     reference: LongText
-    base: AnswerOfModel
-    tuned: AnswerOfModel
+    base: ModelAnswer
+    tuned: ModelAnswer
 
 
-class SampleAnswers(StrictModel):
-    """The answers, or the reason why there are none."""
+class Samples(StrictModel):
+    """The sample answers, or the reason why there are none."""
 
-    answers: tuple[SampleAnswer, ...]
-    reason: Text
-    max_tokens: Count
+    answers: tuple[Sample, ...] = ()
+    reason: Text = ""
+    max_tokens: Count = 0
+    """Maximum number of tokens of an answer."""
 
 
-class AttemptOfTraining(StrictModel):
-    """One process of rank 0. start: seconds since the epoch."""
+class TrainingAttempt(StrictModel):
+    """One process of rank 0 from start to end."""
 
     number: Count
     start: Number
+    """Seconds since the epoch."""
     seconds: Number
+    """Seconds from its start to its last record."""
     first_step: Count
+    """Step after which this attempt continued."""
     last_step: Count
+    """Step of its last record."""
     lost_steps: Count
+    """Number of its recorded steps that the next attempt had to do again."""
     ending: Text
-    message: Text
+    message: Text = ""
+    """Message of the failure."""
 
 
 class TimeOfRun(StrictModel):
-    """Attempts, and the seconds by activity."""
+    """The attempts, and the seconds spent on each activity."""
 
-    attempts: tuple[AttemptOfTraining, ...]
+    attempts: tuple[TrainingAttempt, ...]
     lost_steps: Count
     goodput: Number
-    """Share of the time in steps that count, 0 to 1."""
+    """Share of the time that was spent in steps that count, 0 to 1."""
     productive_seconds: Number
     other_seconds: dict[Text, Number]
 
 
 class MemoryOfRank(StrictModel):
-    """Bytes of the fullest rank."""
+    """Memory of the rank that needs the most, in bytes."""
 
     estimate: Count
     terms: dict[Text, int]
@@ -202,7 +207,7 @@ class DataCard(StrictModel):
     sources: tuple[SourceOfRecords, ...]
     splits: dict[Text, dict[str, Count]]
     record_lengths: dict[str, Count]
-    """Number of training records by their largest number of tokens, in ranges that double."""
+    """Number of training records by their number of tokens, in ranges whose upper ends double."""
     warnings: tuple[Warned, ...]
 
 
@@ -220,18 +225,18 @@ class VerificationOfMerge(StrictModel):
     top1_agreement: Number = None
     min_top1_agreement: Number = None
     effect_mean_kl: Number = None
-    """KL divergence of the base alone, which is the effect of the adapter."""
+    """Mean KL divergence of the base model without the adapter, which shows the adapter's effect."""
 
 
 class Command(StrictModel):
-    """A line of a shell and its purpose."""
+    """A shell command and its purpose."""
 
     purpose: str
     line: LongText
 
 
 class Chosen(StrictModel):
-    """A value that the manifest left open; null: preflight chose it."""
+    """A value that the manifest left open, and that was chosen. null: preflight chose it."""
 
     field: Text
     value: Text | None
@@ -250,7 +255,7 @@ class RunSummary(StrictModel):
     held_out_loss: HeldOutLoss | None
     training: Training
     curves: dict[str, tuple[CurvePoint, ...]]
-    samples: SampleAnswers
+    samples: Samples
     time: TimeOfRun
     memory: MemoryOfRank | None
     data: DataCard
@@ -261,8 +266,8 @@ class RunSummary(StrictModel):
     choices: tuple[Chosen, ...]
     provenance: dict[Text, Text]
     left_out: dict[str, int]
-    """Number of entries that were left out of long lists."""
+    """Number of entries that were left out of each long list, by the list's name."""
 
     def json_text(self) -> str:
-        """The summary as valid JSON."""
+        """Return the summary as valid JSON."""
         return json.dumps(self.model_dump(mode="json"), indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,17 +1,16 @@
-"""The page: a template filled with the facts of the run. Every text in it comes from outside: escaped, bounded, visible.
+"""The page: a template filled with the report's summary. All its texts come from outside, so none is trusted.
 
-Nothing on the page runs or is loaded. The template escapes each text, `shown` replaces characters that could hide or reverse
-text, and the page's own policy (Content-Security-Policy) lets a browser use only the style sheet with the known digest.
+The page runs and loads nothing. The template escapes each text, `shown` cuts it and replaces characters that could hide or
+reverse text, and the page's own policy (Content-Security-Policy) lets a browser use only the style sheet with the known digest.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +20,13 @@ from markupsafe import Markup, escape
 from finetune_job.failures import LATEST_TIME
 from finetune_job.names import MANAGED_BY
 from finetune_memory.limit import format_bytes
-from finetune_trainer.release.card_sections import chosen_settings, verification_rows
 from finetune_trainer.release.commands import base_address
-from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory, count_text, table_points
+from finetune_trainer.release.facts import RunFacts, TrainingHistory, count_text, table_points
 from finetune_trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Series, chart, number
-from finetune_trainer.report.document import MAX_LONG_TEXT, MOST_NUMBER, HeldOutLoss, MemoryOfRank, OutcomeOfMerge, bounded
-from finetune_trainer.report.samples import Samples
-from finetune_trainer.report.summary import (
-    commands,
-    has_failed,
-    held_out_loss,
-    memory,
-    provenance,
-    verdict,
-)
-from finetune_trainer.report.timeline import Timeline, TrainingAttempt
+from finetune_trainer.report.document import MAX_LONG_TEXT, MOST_NUMBER, OutcomeOfMerge, RunSummary, TimeOfRun, bounded
 
 MAX_ROWS = 30
-"""Rows of any table: attempts, sources, settings. With the bounds of texts they keep the page below a megabyte."""
+"""Maximum number of rows of any table. Together with the bounds of texts it keeps the page below a megabyte."""
 _COLOURS = {OutcomeOfMerge.PASSED: "good", OutcomeOfMerge.FAILED: "bad", OutcomeOfMerge.NOT_MERGED: "neutral"}
 _WORDS = {
     "lost_steps": "steps done again after a restart",
@@ -53,18 +41,29 @@ _WORDS = {
 
 
 def shown(value: Any) -> Any:
-    """A text made fit to be shown: bounded, with each hidden character as a replacement character. Other values are unchanged."""
+    """Cut a long text, and turn its hidden characters into replacement characters. Other values are unchanged."""
     return bounded(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
-def long(value: str) -> Markup:
-    """A text as in `shown`, with a wider bound, and escaped."""
-    return escape(bounded(value, MAX_LONG_TEXT))
+def duration(seconds: float | None) -> str:
+    """Return a duration as text for people, such as 1 h 05 min, 3 min 20 s, or 4.2 s."""
+    if seconds is None or not 0 <= seconds < MOST_NUMBER:
+        return "not known"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60:,} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
+
+
+def _date(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds <= LATEST_TIME:
+        return ""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
 
 
 @cache
 def _template() -> tuple[Template, Markup, str]:
-    """Template, style sheet, and the digest with which the policy names it."""
+    """Return the template, the style sheet, and the digest by which the page's policy names the style sheet."""
     folder = Path(__file__).parent
     style = (folder / "page.css").read_text()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -76,177 +75,56 @@ def _template() -> tuple[Template, Markup, str]:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["long"] = long
-    # A constant without foreign text, and the only one that is not escaped.
+    filters: dict[str, Callable[[Any], str]] = {
+        "long": lambda text: escape(bounded(text, MAX_LONG_TEXT)),
+        "count": count_text,
+        "short": lambda value: "" if value is None else number(value),
+        "bytes": format_bytes,
+        "duration": duration,
+        "date": _date,
+    }
+    environment.filters |= filters
+    # The style sheet is a constant without foreign text, and the only text that is not escaped.
     return environment.get_template("page.html.j2"), Markup(style), digest  # noqa: S704
 
 
-def report_page(facts: RunFacts, timeline: Timeline, samples: Samples) -> str:
-    """The page of a run that has results, or failed their verification. Equal arguments give equal texts."""
+def report_page(facts: RunFacts, report: RunSummary) -> str:
+    """Return the page of a run. report: the summary of these facts. Equal arguments give equal texts."""
     template, style, digest = _template()
-    plan, history, run_verdict = facts.plan, facts.history, verdict(facts)
-    warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
-    events = [attempt.first_step for attempt in timeline.attempts[1:]]
+    files = [(file.name or source.source, file.sha256) for source in facts.sources for file in source.files]
+    resumed = [attempt.first_step for attempt in report.time.attempts[1:] if attempt.first_step is not None]
     return template.render(
         style=style,
         style_digest=digest,
         maker=MANAGED_BY,
-        job=plan.job,
-        plan=plan,
         facts=facts,
-        verdict=(_COLOURS[run_verdict.outcome], run_verdict.text),
-        losses=losses(held_out_loss(history)),
-        charts=charts(history, events),
+        report=report,
+        most=MAX_ROWS,
+        colour=_COLOURS[report.verdict.outcome],
+        charts=charts(facts.history, resumed),
         frame={"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM},
-        curve_rows=[
-            (f"{point.step:,}", *map(_four, (point.loss, point.eval_loss, point.learning_rate)))
-            for point in table_points(history.points)
-        ],
-        samples=samples,
-        attempts=[_attempt_row(attempt) for attempt in timeline.attempts[:MAX_ROWS]],
-        num_attempts=len(timeline.attempts),
-        lost_steps=timeline.lost_steps,
-        goodput=timeline.goodput.goodput,
-        pace=pace(history),
-        time_rows=time_rows(timeline),
-        memory=memory_rows(memory(facts, timeline)),
-        sources=[_source_row(source) for source in facts.sources[:MAX_ROWS]],
-        num_sources=len(facts.sources),
-        splits=[
-            (name, count_text(counts, "num_sequences"), count_text(counts, "num_tokens"))
-            for name, counts in islice(facts.splits.items(), MAX_ROWS)
-        ],
-        lengths=lengths(timeline),
-        warnings=warnings[:MAX_ROWS],
-        num_warnings=len(warnings),
-        verification=verification_rows(facts.verification) if facts.verification is not None else [],
-        has_failed=has_failed(facts),
-        faults=facts.verification.faults[:MAX_ROWS] if has_failed(facts) and facts.verification is not None else (),
-        commands=commands(facts),
-        notes=facts.serving.notes if facts.serving is not None else (),
-        refusals=facts.serving.reasons if facts.serving is not None else (),
+        points=table_points(facts.history.points),
+        time_rows=time_rows(report.time),
+        lengths=[(int(upper), count) for upper, count in report.data.record_lengths.items() if count][:MAX_ROWS],
         base=base_address(facts),
-        settings=chosen_settings(plan)[: 2 * MAX_ROWS],
-        choices=plan.choices[:MAX_ROWS],
-        num_choices=len(plan.choices),
-        provenance=provenance(facts),
-        files=[(source.source, file.name or source.source, file.sha256) for source in facts.sources for file in source.files][
-            :MAX_ROWS
-        ],
-        num_files=sum(len(source.files) for source in facts.sources),
+        files=files,
     )
 
 
-def charts(history: TrainingHistory, events: Sequence[float]) -> list[Chart]:
-    """Charts of the series that have values."""
-
-    def values(name: str) -> list[tuple[float, float]]:
-        return [(point.step, value) for point in history.points if (value := getattr(point, name)) is not None]
-
-    held_out = Series("held-out loss", values("eval_loss"), has_marks=True)
-    drawn = (
-        chart("Loss", [Series("training loss", values("loss")), held_out], events),
-        chart("Learning rate", [Series("learning rate", values("learning_rate"))], events),
-        chart("Gradient norm", [Series("gradient norm", values("gradient_norm"))], events),
-        chart("Tokens per second", [Series("tokens per second", values("tokens_per_second"))], events),
-    )
+def charts(history: TrainingHistory, resumed: Sequence[float]) -> list[Chart]:
+    """Draw a chart of losses and one of gradient norms, if they have values. resumed: steps at which an attempt continued."""
+    losses = [
+        Series("training loss", history.values("loss")),
+        Series("held-out loss", history.values("eval_loss"), has_marks=True),
+    ]
+    norms = [Series("gradient norm", history.values("gradient_norm"))]
+    drawn = (chart("Loss", losses, resumed), chart("Gradient norm", norms, resumed))
     return [drawn_chart for drawn_chart in drawn if drawn_chart is not None]
 
 
-def time_rows(timeline: Timeline) -> list[tuple[str, str, float]]:
-    """Activity, duration, and share of the total."""
-    totals = timeline.goodput
-    if totals.total_seconds <= 0:
-        return []
-    rows = [("steps that count", totals.productive_seconds)]
-    rows += [(_WORDS.get(cause, cause), seconds) for cause, seconds in totals.badput_seconds.items()]
-    return [(name, duration(seconds), seconds / totals.total_seconds) for name, seconds in rows if seconds > 0]
-
-
-def pace(history: TrainingHistory) -> str:
-    """Tokens per second of the median step, and the calculated figure; empty if no step has measured them."""
-    measured, calculated = history.tokens_per_second, history.calculated_tokens_per_second
-    if not measured:
-        return ""
-    measured_text = f"The median step computed {measured:,.0f} tokens per second."
-    if not calculated:
-        return f"{measured_text} The planner calculates none for its device."
-    return f"{measured_text} The planner calculates {calculated:,.0f} for its device, {calculated / measured - 1:+.0%}."
-
-
-def memory_rows(usage: MemoryOfRank | None) -> dict[str, Any] | None:
-    """Sizes for people."""
-    if usage is None:
-        return None
-    estimate, peak = usage.estimate, usage.peak
-    return {
-        "estimate": format_bytes(estimate) if estimate else "",
-        "peak": format_bytes(peak) if peak is not None else "",
-        "share": f"{peak / estimate:.0%}" if peak is not None and estimate else "",
-        "limit": format_bytes(usage.limit) if usage.limit is not None else "",
-        "limit_source": usage.limit_source,
-        "terms": [(name, format_bytes(size), size / estimate) for name, size in usage.terms.items() if estimate][:MAX_ROWS],
-    }
-
-
-def losses(held_out: HeldOutLoss | None) -> dict[str, Any] | None:
-    """Held-out losses for people."""
-    if held_out is None:
-        return None
-    moments = {"first": held_out.first, "last": held_out.last, "best": held_out.best}
-    return {
-        **{name: _four(moment.loss) for name, moment in moments.items()},
-        **{f"{name}_step": moment.step for name, moment in moments.items()},
-        "change": f"{held_out.change:+.1%}" if held_out.change is not None else "",
-        "has_fallen": held_out.has_fallen,
-        "rises_again": held_out.rises_again,
-    }
-
-
-def lengths(timeline: Timeline) -> list[tuple[str, str, float]]:
-    """Range of tokens, number of records, and their share of the largest range."""
-    counts = timeline.preflight.record_lengths if timeline.preflight is not None else {}
-    most = max(counts.values(), default=0)
-    return [
-        (f"{upper // 2 + 1:,} to {upper:,}" if upper > 2 else f"up to {upper}", f"{count:,}", count / most)
-        for upper, count in sorted(counts.items())[:MAX_ROWS]
-        if most > 0
-    ]
-
-
-def duration(seconds: float) -> str:
-    """A duration for people: 1 h 05 min, 3 min 20 s, 4.2 s."""
-    if not 0 <= seconds < MOST_NUMBER:
-        return "not known"
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60:,} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min {rest:02d} s"
-
-
-def _attempt_row(attempt: TrainingAttempt) -> dict[str, Any]:
-    is_date = 0 <= attempt.start <= LATEST_TIME
-    return {
-        "number": attempt.number,
-        "start": datetime.fromtimestamp(attempt.start, UTC).strftime("%Y-%m-%d %H:%M:%S") if is_date else "",
-        "duration": duration(attempt.seconds),
-        "steps": f"{attempt.first_step:,} to {attempt.last_step:,}",
-        "lost": f"{attempt.lost_steps:,}",
-        "ending": attempt.ending,
-        "message": attempt.message,
-    }
-
-
-def _source_row(source: DataSource) -> dict[str, Any]:
-    names = ("num_records", "num_dropped", "num_repeated", "num_tokens", "num_supervised_tokens")
-    return {
-        "source": source.source,
-        "revision": source.revision or "",
-        "split": source.split,
-        "weight": f"{source.weight:g}",
-        "counts": [count_text(source.counts, name) for name in names],
-    }
-
-
-def _four(value: float | None) -> str:
-    return "" if value is None else number(value)
+def time_rows(time: TimeOfRun) -> list[tuple[str, float, float]]:
+    """List each activity with its seconds and its share of the total."""
+    rows = [("steps that count", time.productive_seconds or 0.0)]
+    rows += [(_WORDS.get(cause, cause), seconds or 0.0) for cause, seconds in time.other_seconds.items()]
+    total = sum(seconds for _, seconds in rows)
+    return [(name, seconds, seconds / total) for name, seconds in rows if seconds > 0 and total > 0]

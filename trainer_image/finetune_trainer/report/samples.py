@@ -1,12 +1,12 @@
-"""Answers of the base and of the tuned model to held-out prompts, as texts for the report.
+"""Answers of the base model and of the tuned model to held-out prompts, as texts for the report.
 
-Their cost is bounded before they begin, and an error in them costs the report some text, never the run its results.
+Their cost is bounded before the first one begins. If one fails, the report lacks the answers, but the run keeps its results.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.data.tokenizer import load_tokenizer
+from finetune_trainer.files import GENERATION_FILE
+from finetune_trainer.report.document import ModelAnswer, Sample, Samples
 from finetune_trainer.verify.generation import Budget, Continued, TooLargeError, continuations
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
@@ -23,41 +25,11 @@ MAX_PROMPT_TOKENS = 256
 """Records with longer prompts are skipped."""
 MAX_REFERENCE_TOKENS = 256
 TEXT_PROMPT_TOKENS = 32
-"""Length of the prompt of a record that is learnt from its beginning; of a short record it is half."""
+"""Prompt length for a record that is learnt from its beginning; half of a record that is shorter than twice this."""
 LOOKED_AT_PER_SAMPLE = 16
-"""Number of records that are tried for each sample."""
-BUDGET = Budget(most_tokens=24, least_tokens=8, most_bytes=256 << 30)
-"""An 8B model in 16 bits gives 17 tokens for it; a model larger than 32 GiB gives none."""
-_GENERATION_FILE = "generation_config.json"
-
-
-@dataclass(frozen=True)
-class ModelAnswer:
-    """A model's answer to the prompt. is_complete: it ended by itself."""
-
-    text: str
-    is_complete: bool
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One held-out record. reference: the record's own text after the prompt."""
-
-    record: int
-    prompt: str
-    reference: str
-    base: ModelAnswer
-    tuned: ModelAnswer
-
-
-@dataclass(frozen=True)
-class Samples:
-    """All samples. reason: why there are none."""
-
-    shown: tuple[Sample, ...] = ()
-    reason: str = ""
-    max_tokens: int = 0
-    """Largest number of tokens of an answer."""
+"""Number of records among which each sample is looked for."""
+BUDGET = Budget(most_tokens=24, least_tokens=8, most_bytes=512 << 30)
+"""Limits of the answers. An 8B model in 16 bits gives 17 tokens within them; a model larger than 32 GiB gives none."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +42,7 @@ class Question:
 
 
 def sample_answers(context: RunContext) -> Samples:
-    """Samples of a run that has results: as many as the plan asks for."""
+    """Return up to as many samples as the plan asks for, for a run that has results."""
     plan = context.plan
     if plan.data.validation is None:
         return Samples(reason="nothing was held out")
@@ -105,36 +77,36 @@ def _answers(context: RunContext) -> Samples:
         allow_remote_code=plan.model.allow_remote_code,
     )
     prompts = [question.prompt for question in asked]
-    num_tokens, answers = continuations(models, prompts, stops, BUDGET, context.workspace.root)
+    num_tokens, answers = continuations(models, prompts, stops, BUDGET)
 
     def answer(tokens: Sequence[int]) -> ModelAnswer:
-        return ModelAnswer(tokenizer.decode(tokens, skip_special_tokens=True), tokens[-1] in stops)
+        return ModelAnswer(text=tokenizer.decode(tokens, skip_special_tokens=True), is_complete=tokens[-1] in stops)
 
     samples = [
         Sample(
-            question.record,
-            tokenizer.decode(question.prompt),
-            tokenizer.decode(question.reference[:MAX_REFERENCE_TOKENS], skip_special_tokens=True),
-            answer(base),
-            answer(tuned),
+            record=question.record,
+            prompt=tokenizer.decode(question.prompt),
+            reference=tokenizer.decode(question.reference[:MAX_REFERENCE_TOKENS], skip_special_tokens=True),
+            base=answer(base),
+            tuned=answer(tuned),
         )
         for question, (base, tuned) in zip(asked, answers, strict=True)
     ]
-    return Samples(tuple(samples), max_tokens=num_tokens)
+    return Samples(answers=tuple(samples), max_tokens=num_tokens)
 
 
 def questions(split: PreparedSplit, most: int) -> list[Question]:
-    """Questions of up to `most` held-out records, spread evenly; the same ones each time."""
+    """Return questions from up to `most` held-out records that are spread evenly; each call chooses the same records."""
     looked_at = min(most * LOOKED_AT_PER_SAMPLE, split.num_documents)
     records = [number * split.num_documents // looked_at for number in range(looked_at)]
-    # Distant records first: the first `most` of them are enough if none is skipped.
+    # Distant records come first: if none is skipped, the first `most` records are spread evenly.
     far_apart = [record for first in range(LOOKED_AT_PER_SAMPLE) for record in records[first::LOOKED_AT_PER_SAMPLE]]
     cut = (question_of(record, *split.marked_document(record)) for record in far_apart)
-    return sorted(islice((each for each in cut if each is not None), most), key=lambda question: question.record)
+    return sorted(islice(filter(None, cut), most), key=lambda question: question.record)
 
 
 def question_of(record: int, tokens: Sequence[int], supervised: Sequence[bool]) -> Question | None:
-    """The record cut before the first part that is learnt; None without a prompt or an answer, or for a long prompt."""
+    """Cut a record before its first learnt part; None if it has no prompt or no answer, or if its prompt is too long."""
     first = next((place for place, is_learnt in enumerate(supervised) if is_learnt), len(tokens))
     if first <= 1:  # learnt from the beginning
         first = min(TEXT_PROMPT_TOKENS, len(tokens) // 2)
@@ -145,13 +117,9 @@ def question_of(record: int, tokens: Sequence[int], supervised: Sequence[bool]) 
 
 
 def stop_tokens(model: Path, end: int) -> frozenset[int]:
-    """Tokens that end generation of the model: `end`, and those that its files name."""
+    """Return the tokens that end an answer of the model: `end`, and those that its files name."""
     tokens: set[int] = {end}
-    for name in (CONFIG_FILE, _GENERATION_FILE):
+    for name in (CONFIG_FILE, GENERATION_FILE):
         named = read_json(model / name).get("eos_token_id") if (model / name).is_file() else None
-        tokens |= {token for token in _listed(named) if isinstance(token, int)}
+        tokens |= {token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)}
     return frozenset(tokens)
-
-
-def _listed(value: object) -> Collection[object]:
-    return value if isinstance(value, list) else (value,)

@@ -1,22 +1,19 @@
-"""The report's content in plain values: `report.json`, and the figures of the page."""
+"""The report's content as plain values, from which `report.json` and the page are written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any
 
 from finetune_memory.verdict import limit_of
-from finetune_trainer.release.card_sections import chosen_settings
+from finetune_trainer.inspection.report import ModelReport
+from finetune_trainer.release.card import chosen_settings
 from finetune_trainer.release.commands import convert_adapter, convert_merged, copy_command, serve_adapter, serve_merged
-from finetune_trainer.release.facts import DataSource, RunFacts, TrainingHistory
+from finetune_trainer.release.facts import RunFacts, TrainingHistory
 from finetune_trainer.release.write import versions
-from finetune_trainer.report.charts import finite_points, thin
+from finetune_trainer.report.charts import Points, finite_points, thin
 from finetune_trainer.report.document import (
     MAX_ENTRIES,
     MOST_NUMBER,
-    AnswerOfModel,
-    AttemptOfTraining,
     Chosen,
     Command,
     CurvePoint,
@@ -26,8 +23,7 @@ from finetune_trainer.report.document import (
     MemoryOfRank,
     OutcomeOfMerge,
     RunSummary,
-    SampleAnswer,
-    SampleAnswers,
+    Samples,
     SourceOfRecords,
     TimeOfRun,
     Training,
@@ -36,15 +32,15 @@ from finetune_trainer.report.document import (
     Warned,
     known_count,
 )
-from finetune_trainer.report.samples import ModelAnswer, Samples
 from finetune_trainer.report.timeline import Timeline
 
 CURVES = ("loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second")
-_COUNTS = ("num_records", "num_dropped", "num_repeated", "num_tokens", "num_supervised_tokens")
+_COUNTS_OF_SPLIT = ("num_sequences", "num_dropped", "num_tokens")
+_COUNTS_OF_SOURCE = ("num_records", "num_dropped", "num_repeated", "num_tokens", "num_supervised_tokens")
 
 
 def run_summary(facts: RunFacts, timeline: Timeline, samples: Samples) -> RunSummary:
-    """Summary of a run that has results, or failed their verification. Equal arguments give equal values."""
+    """Summarise a run that has results, or whose results failed verification. Equal arguments give equal summaries."""
     plan, history = facts.plan, facts.history
     warnings = timeline.preflight.warnings if timeline.preflight is not None else ()
     lists = {"attempts": timeline.attempts, "sources": facts.sources, "warnings": warnings, "choices": plan.choices}
@@ -62,91 +58,74 @@ def run_summary(facts: RunFacts, timeline: Timeline, samples: Samples) -> RunSum
             tokens_per_second=history.tokens_per_second,
             calculated_tokens_per_second=history.calculated_tokens_per_second,
         ),
-        curves={name: _curve(history, name) for name in CURVES},
-        samples=SampleAnswers(
-            answers=tuple(
-                SampleAnswer(
-                    record=each.record,
-                    prompt=each.prompt,
-                    reference=each.reference,
-                    base=_answer(each.base),
-                    tuned=_answer(each.tuned),
-                )
-                for each in samples.shown
-            ),
-            reason=samples.reason,
-            max_tokens=samples.max_tokens,
+        curves={name: _curve(history.values(name)) for name in CURVES},
+        samples=samples,
+        time=TimeOfRun(
+            attempts=timeline.attempts[:MAX_ENTRIES],
+            lost_steps=timeline.lost_steps,
+            goodput=timeline.goodput.goodput,
+            productive_seconds=timeline.goodput.productive_seconds,
+            other_seconds={cause.value: seconds for cause, seconds in timeline.goodput.badput_seconds.items()},
         ),
-        time=_time(timeline),
-        memory=memory(facts, timeline),
-        data=_data(facts, timeline),
+        memory=_memory(facts, timeline),
+        data=_data(facts, timeline.preflight),
         verification=_verification(facts),
         commands=tuple(Command(purpose=what, line=line) for what, line in commands(facts)),
         serving_notes=facts.serving.reasons + facts.serving.notes if facts.serving is not None else (),
         settings=dict(chosen_settings(plan)),
         choices=tuple(
-            Chosen(field=each.field, value=None if each.value is None else str(each.value), reason=each.reason)
-            for each in plan.choices[:MAX_ENTRIES]
+            Chosen(field=choice.field, value=None if choice.value is None else str(choice.value), reason=choice.reason)
+            for choice in plan.choices[:MAX_ENTRIES]
         ),
-        provenance=dict(provenance(facts)),
+        provenance=_provenance(facts),
         left_out={name: len(entries) - MAX_ENTRIES for name, entries in lists.items() if len(entries) > MAX_ENTRIES},
     )
 
 
-def has_failed(facts: RunFacts) -> bool:
-    """Whether a merged model failed its verification."""
-    return facts.verification is not None and not facts.verification.passed
-
-
 def verdict(facts: RunFacts) -> VerdictOfRun:
-    """Verdict on the whole run."""
+    """Return the outcome of the run, with a sentence about it."""
     if facts.verification is None:
         what = "adapter" if facts.plan.method.trains_adapter else "model"
         return VerdictOfRun(
             outcome=OutcomeOfMerge.NOT_MERGED, text=f"The {what} was trained. Nothing was merged, so there was nothing to verify."
         )
-    if has_failed(facts):
+    if not facts.verification.passed:
         return VerdictOfRun(
             outcome=OutcomeOfMerge.FAILED,
             text="The merged model failed its verification, so it is not a result. The adapter is whole.",
         )
     return VerdictOfRun(
-        outcome=OutcomeOfMerge.PASSED,
-        text="The merged model passed its verification: it computes what base and adapter compute.",
+        outcome=OutcomeOfMerge.PASSED, text="The merged model passed its verification: it computes what base and adapter compute."
     )
 
 
 def held_out_loss(history: TrainingHistory) -> HeldOutLoss | None:
-    """Loss before, after, and at best; None if the held-out loss is not known at two steps."""
-    evaluations = history.evaluations
+    """Return the first, last and lowest held-out loss; None unless it is known at two or more steps."""
+    evaluations = history.values("eval_loss")
     if len(evaluations) < 2:
         return None
     first, last = evaluations[0], evaluations[-1]
     best = min(evaluations, key=lambda entry: entry[1])
-
-    def at(entry: tuple[int, float]) -> LossAtStep:
-        return LossAtStep(step=entry[0], loss=entry[1])
-
+    moments = {"first": first, "last": last, "best": best}
     return HeldOutLoss(
-        first=at(first),
-        last=at(last),
-        best=at(best),
+        **{name: LossAtStep(step=step, loss=loss) for name, (step, loss) in moments.items()},
         change=(last[1] - first[1]) / first[1] if first[1] else 0.0,
         has_fallen=last[1] < first[1],
         rises_again=best[0] != last[0] and last[1] > best[1] * 1.02,
     )
 
 
-def memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
-    """Estimate, measured peak and limit of a rank; None if neither of the first two is known."""
+def _memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
+    """Return a rank's estimated memory, measured peak, and limit; None if neither estimate nor peak is known."""
     estimated = timeline.preflight.memory if timeline.preflight is not None else {}
     terms = {name: size for name, size in islice(estimated.items(), MAX_ENTRIES) if 0 < size < MOST_NUMBER}
     peak, limit = known_count(facts.history.peak_memory_bytes), limit_of(facts.plan)
-    if not terms and peak is None:
+    estimate = known_count(sum(terms.values())) or None
+    if estimate is None and peak is None:
         return None
     return MemoryOfRank(
-        estimate=sum(terms.values()) or None,
-        terms=terms,
+        estimate=estimate,
+        terms=terms if estimate is not None else {},
         peak=peak,
         limit=limit.bytes if limit is not None else None,
         limit_source=limit.source if limit is not None else "",
@@ -154,24 +133,22 @@ def memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
 
 
 def commands(facts: RunFacts) -> list[tuple[str, str]]:
-    """Purpose and line of each command; none if the merged model failed, because nothing was published."""
-    if has_failed(facts):
+    """List each command with its purpose. If the merged model failed, nothing was published, so there is no command."""
+    if facts.verification is not None and not facts.verification.passed:
         return []
-    layout = facts.layout
-    lines = [("Copy the results here", copy_command(facts))]
-    if layout.has_merged:
-        lines.append(("Serve the merged model with vLLM", serve_merged(facts)))
-    if layout.has_adapter:
-        lines.append(("Serve the adapter with vLLM", serve_adapter(facts)))
-    if layout.has_merged:
-        lines.append(("Convert the merged model for llama.cpp", convert_merged(facts)))
-    if layout.has_adapter:
-        lines.append(("Convert the adapter for llama.cpp", convert_adapter(facts)))
+    has_merged, has_adapter = facts.layout.has_merged, facts.layout.has_adapter
+    lines = (
+        ("Copy the results here", copy_command(facts)),
+        ("Serve the merged model with vLLM", serve_merged(facts) if has_merged else None),
+        ("Serve the adapter with vLLM", serve_adapter(facts) if has_adapter else None),
+        ("Convert the merged model for llama.cpp", convert_merged(facts) if has_merged else None),
+        ("Convert the adapter for llama.cpp", convert_adapter(facts) if has_adapter else None),
+    )
     return [(what, line) for what, line in lines if line is not None]
 
 
-def provenance(facts: RunFacts) -> list[tuple[str, str]]:
-    """Facts that prove the origin of the results."""
+def _provenance(facts: RunFacts) -> dict[str, str]:
+    """Return facts that prove the origin of the results."""
     plan = facts.plan
     rows = [
         ("job", f"{plan.job.namespace}/{plan.job.name}"),
@@ -186,78 +163,38 @@ def provenance(facts: RunFacts) -> list[tuple[str, str]]:
         ("licence of the base", facts.licence.name or facts.licence.identifier or ", ".join(facts.licence.files)),
         *((f"version of {package}", version) for package, version in versions().items()),
     ]
-    return [(name, value) for name, value in rows if value]
+    return {name: value for name, value in rows if value}
 
 
-def _curve(history: TrainingHistory, name: str) -> tuple[CurvePoint, ...]:
-    values: Sequence[tuple[float, float]] = [
-        (point.step, value) for point in history.points if (value := getattr(point, name)) is not None
-    ]
+def _curve(points: Points) -> tuple[CurvePoint, ...]:
     return tuple(
         CurvePoint(step=group.step, value=group.mean, lowest=group.smallest, highest=group.largest)
-        for group in thin(finite_points(values))
+        for group in thin(finite_points(points))
     )
 
 
-def _answer(answer: ModelAnswer) -> AnswerOfModel:
-    return AnswerOfModel(text=answer.text, is_complete=answer.is_complete)
-
-
-def _time(timeline: Timeline) -> TimeOfRun:
-    totals = timeline.goodput
-    return TimeOfRun(
-        attempts=tuple(
-            AttemptOfTraining(
-                number=each.number,
-                start=each.start,
-                seconds=each.seconds,
-                first_step=each.first_step,
-                last_step=each.last_step,
-                lost_steps=each.lost_steps,
-                ending=each.ending,
-                message=each.message,
-            )
-            for each in timeline.attempts[:MAX_ENTRIES]
-        ),
-        lost_steps=timeline.lost_steps,
-        goodput=totals.goodput,
-        productive_seconds=totals.productive_seconds,
-        other_seconds={cause.value: seconds for cause, seconds in totals.badput_seconds.items()},
-    )
-
-
-def _data(facts: RunFacts, timeline: Timeline) -> DataCard:
-    report = timeline.preflight
+def _data(facts: RunFacts, preflight: ModelReport | None) -> DataCard:
+    lengths = sorted(preflight.record_lengths.items())[:MAX_ENTRIES] if preflight is not None else []
+    warnings = preflight.warnings[:MAX_ENTRIES] if preflight is not None else ()
     return DataCard(
-        sources=tuple(_source(source) for source in facts.sources[:MAX_ENTRIES]),
+        sources=tuple(
+            SourceOfRecords(
+                source=source.source,
+                split=source.split,
+                revision=source.revision or "",
+                weight=source.weight,
+                files=len(source.files),
+                counts={name: source.counts.get(name) for name in _COUNTS_OF_SOURCE},
+            )
+            for source in facts.sources[:MAX_ENTRIES]
+        ),
         splits={
-            name: _counted(counts, ("num_sequences", "num_dropped", "num_tokens"))
-            for name, counts in islice(facts.splits.items(), MAX_ENTRIES)
+            split: {name: counts.get(name) for name in _COUNTS_OF_SPLIT}
+            for split, counts in islice(facts.splits.items(), MAX_ENTRIES)
         },
-        record_lengths={
-            str(upper): count for upper, count in sorted(report.record_lengths.items())[:MAX_ENTRIES] if known_count(upper)
-        }
-        if report is not None
-        else {},
-        warnings=tuple(Warned(rule=each.rule, message=each.message, fix=each.fix) for each in report.warnings[:MAX_ENTRIES])
-        if report is not None
-        else (),
+        record_lengths={str(upper): count for upper, count in lengths if known_count(upper)},
+        warnings=tuple(Warned(rule=warning.rule, message=warning.message, fix=warning.fix) for warning in warnings),
     )
-
-
-def _source(source: DataSource) -> SourceOfRecords:
-    return SourceOfRecords(
-        source=source.source,
-        split=source.split,
-        revision=source.revision or "",
-        weight=source.weight,
-        files=len(source.files),
-        counts=_counted(source.counts, _COUNTS),
-    )
-
-
-def _counted(counts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    return {name: counts.get(name) for name in names}
 
 
 def _verification(facts: RunFacts) -> VerificationOfMerge | None:

@@ -1,7 +1,7 @@
-"""`python -m finetune_trainer.roles.audit`: the parts of a run, and comparisons of it with steps that were computed again.
+"""`python -m finetune_trainer.roles.audit`: lists the parts of a run, or compares it with steps that were computed again.
 
-It serves the command line, which waits for it: standard output is one line of JSON, or standard error is one message. Imports no
-torch.
+The command line starts it and waits: the answer is one line of JSON on standard output, or one message on standard error. It does
+not import torch.
 """
 
 from __future__ import annotations
@@ -14,19 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.failures import EXIT_CODES
-from finetune_trainer.checkpoint.compare import (
-    ByteDifference,
-    checkpoint_difference,
-    merged_difference,
-    results_difference,
-)
-from finetune_trainer.context import RunContext, add_run_arguments, run_context
+from finetune_trainer.checkpoint.compare import checkpoint_difference, results_difference
+from finetune_trainer.context import add_run_arguments, run_context
 from finetune_trainer.errors import classify
-from finetune_trainer.files import MANIFEST_FILE, read_own
+from finetune_trainer.files import MANIFEST_FILE
 from finetune_trainer.inspection.audit import inspect_run
 from finetune_trainer.processes.start import die_with, end, keep_torch_out
-from finetune_trainer.release.checksums import parse_checksums
-from finetune_trainer.release.files import release_layout
 from finetune_trainer.weights.headers import read_json
 
 
@@ -37,46 +30,38 @@ def parser() -> argparse.ArgumentParser:
     orders = top.add_subparsers(dest="order", required=True)
     look = orders.add_parser("look", help="the parts of a run")
     add_run_arguments(look)
-    for name, what in (("checkpoints", "two checkpoints"), ("results", "two trained results")):
+    for name, what in (("checkpoints", "two checkpoints"), ("results", "two adapters or models")):
         compare = orders.add_parser(name, help=what)
         compare.add_argument("--expected", type=Path, required=True)
         compare.add_argument("--found", type=Path, required=True)
-    merged = orders.add_parser("merged", help="the merged model of a run, and one that was made again")
-    add_run_arguments(merged)
-    merged.add_argument("--found", type=Path, required=True)
     return top
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compute the answer. Raises TrainerError, MergeError, OSError."""
     if arguments.order == "look":
-        return inspect_run(_context(arguments)).document()
+        context = run_context(arguments)
+        # A run may have ended before preflight had written the base with its added tokens.
+        return inspect_run(context.with_trained_rows() if context.workspace.added_tokens.is_file() else context).document()
     if arguments.order == "checkpoints":
-        return _answer(checkpoint_difference(arguments.expected, arguments.found))
-    if arguments.order == "merged":
-        context = _context(arguments)
-        return _answer(merged_difference(context.output.merged, arguments.found, _merged_checksums(context)))
-    names = sorted(read_json(arguments.found / MANIFEST_FILE)["files"])
-    return _answer(results_difference(arguments.expected, arguments.found, names))
+        return {"difference": checkpoint_difference(arguments.expected, arguments.found)}
+    return {"difference": _difference_of_results(arguments.expected, arguments.found)}
 
 
-def _context(arguments: argparse.Namespace) -> RunContext:
-    """The run's context. A run may have ended before preflight had written the base with its added tokens."""
-    context = run_context(arguments)
-    return context.with_trained_rows() if context.workspace.added_tokens.is_file() else context
+def _difference_of_results(expected: Path, found: Path) -> str | None:
+    """Describe the first difference between two adapters (files in the export's manifest) or two merged models (all files)."""
+    exported = read_json(found / MANIFEST_FILE)["files"]
+    if isinstance(exported, dict):
+        return results_difference(expected, found, sorted(exported))
+    names = _files_below(found)
+    difference = results_difference(expected, found, sorted(names - {MANIFEST_FILE}))
+    # A file that was not reproduced counts as a difference: it may be code, which libraries load together with the weights.
+    others = sorted(_files_below(expected) - names)
+    return difference or (f"{others[0]} is not made again" if others else None)
 
 
-def _merged_checksums(context: RunContext) -> dict[str, str]:
-    """SHA-256 of the merged model's files, by their names in its directory, from the checksums of the results."""
-    path, layout = context.output.checksums, release_layout(context.plan)
-    listed = parse_checksums(read_own(path).decode(errors="replace")) if path.is_file() else None
-    local = {layout.in_results(name): sha256 for name, sha256 in (listed or {}).items()}
-    prefix = f"{context.output.merged.name}/"
-    return {name.removeprefix(prefix): sha256 for name, sha256 in local.items() if name.startswith(prefix)}
-
-
-def _answer(difference: ByteDifference | None) -> dict[str, Any]:
-    return {"difference": None if difference is None else str(difference)}
+def _files_below(directory: Path) -> set[str]:
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -50,9 +50,9 @@ log = logging.getLogger(__name__)
 FILES_AT_ONCE = 8
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE_FILES = ("chat_template.", TEMPLATES)
-"""Beginnings of the paths of files that hold only a chat template."""
+"""Prefixes of the paths of files that hold only a chat template."""
 PROGRESS_SECONDS = 10.0
-"""Time between two lines of progress."""
+"""Time between two progress messages in the log."""
 _MB = 1e6
 
 
@@ -62,7 +62,7 @@ class WantedSource:
 
     item: FetchItem
     field: str
-    """Manifest path of the field that names it."""
+    """Manifest path of the field that names the source."""
     is_model: bool
     target: Path
 
@@ -136,7 +136,7 @@ def fetch(
 
 
 def wanted_sources(context: RunContext, plan: FetchPlan) -> list[WantedSource]:
-    """The plan's items with the fields that name them, the model first."""
+    """The plan's sources, each with the manifest field that names it; the model comes first."""
     fields = {location: field for field, location in reversed(input_locations(context.plan))}
     sources = [
         WantedSource(item, fields[item.target], item.target == context.plan.model.location, context.path(item.target))
@@ -189,9 +189,9 @@ def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, r
 
 
 def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None:
-    """Check that a chat model has a template before gigabytes of weights are copied; base models have none.
+    """Before gigabytes of weights are copied, check that the model has a chat template; base models have none.
 
-    The fetched file is not copied a second time.
+    The file that is fetched for this check is kept, and not fetched again.
     """
     files = {file.path: file for file in source.files}
     config = files.get(TOKENIZER_CONFIG)
@@ -200,7 +200,7 @@ def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None
     fetch_file(source.remote, config, source.staging, TransferOptions(retry_policy, threading.Event(), lambda _: None))
     try:
         content = json.loads((source.staging.files / TOKENIZER_CONFIG).read_bytes())
-    except (ValueError, RecursionError):  # preflight reports what is wrong with it
+    except (ValueError, RecursionError):  # preflight reports what is wrong with the file
         return
     if isinstance(content, dict) and not content.get("chat_template"):
         added = content.get("added_tokens_decoder")
@@ -252,7 +252,7 @@ def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -
     wanted, stop = source.wanted, threading.Event()
     options = TransferOptions(retry_policy, stop, counter.count)
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix=wanted.name) as executor:
-        # The largest files come first, so that none of them is alone at the end.
+        # The largest files come first, so that no large file is copied alone at the end.
         running = [
             executor.submit(fetch_file, source.remote, file, source.staging, options)
             for file in sorted(source.files, key=lambda file: -file.size)
@@ -266,7 +266,7 @@ def _bring(source: ListedSource, retry_policy: RetryPolicy, counter: _Counter) -
         source=wanted.item.source, revision=wanted.item.revision, files=tuple(sorted(kept, key=lambda file: file.path))
     )
     if os.path.lexists(wanted.target):
-        log.warning("%s: what was there is not what was fetched, and is replaced", wanted.name)
+        log.warning("%s: the earlier files differ from the fetched ones and are replaced", wanted.name)
         remove_tree(wanted.target)
     write_manifest(wanted.target, manifest)
     source.staging.publish(wanted.target)

@@ -1,7 +1,7 @@
-"""`python -m finetune_trainer.roles.look`: the first records of a job as training would see them, and their findings.
+"""`python -m finetune_trainer.roles.look`: shows a job's first records as training would see them, with findings.
 
-It serves the command line, which waits for it. It imports neither torch nor numpy nor most of transformers, and reads only the
-first records of each source. Findings have the ids and the words of preflight, whose code it uses; what needs all of the data is
+The command line starts it and waits. It imports neither torch nor numpy nor most of transformers, and reads only the first
+records of each source. It uses preflight's code, so findings have the same ids and texts. Checks that need all of the data are
 left to preflight.
 """
 
@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,14 @@ from finetune_trainer.data.findings import (
     VALIDATION,
     SplitSource,
     also_held_out,
+    content_dropped,
     empty,
+    keys_unread,
     too_long,
     wrong_records,
 )
-from finetune_trainer.data.parse import read_keys
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
+from finetune_trainer.data.records import CountedProblems, count_left_out, count_problem, count_unread
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
 from finetune_trainer.data.tokenizer_files import (
     FileTokenizer,
@@ -48,7 +49,7 @@ from finetune_trainer.data.tokenizer_files import (
 from finetune_trainer.inspection.base_name import adapter_base_problem
 from finetune_trainer.inspection.model_files import inspect_model_files
 from finetune_trainer.preflight.places import not_vacant, not_writable
-from finetune_trainer.processes.start import die_with, end, keep_torch_out
+from finetune_trainer.processes.start import answer_on_stdout, die_with, end, keep_torch_out
 
 BATCH = 256
 """Number of records that are tokenised at a time."""
@@ -62,7 +63,10 @@ class DataSettings:
     loss_on: LossOn
     max_sequence_length: int
     chat_template: str | None
+    template_arguments: Mapping[str, Any]
     mapping: MappingPlan
+    stop_ids: tuple[int, ...] = ()
+    """Tokens at which generation with the model stops."""
 
 
 @dataclass
@@ -73,27 +77,27 @@ class SourceLook:
     source: str
     files: int = 0
     records: int = 0
-    """Number of records that were read, without problems."""
+    """Number of records that were read without problems."""
     is_whole: bool = True
-    """Whether all of its records were read."""
+    """Whether all records of the source were read."""
     dropped: int = 0
     tokens: int = 0
     supervised: int = 0
     repeated: int = 0
     held_out: int = 0
-    """Number of training records that are among the held-out ones that were read."""
+    """Number of training records that equal one of the held-out records that were read."""
     unread: dict[str, int] = field(default_factory=dict)
-    """Keys of records that are not read -> number of records that have them."""
+    """Key of records that the job does not use -> number of records that have it."""
     lengths: dict[int, int] = field(default_factory=dict)
-    """Histogram of lengths: the smallest power of two that holds the tokens -> number of records."""
+    """Histogram of lengths: number of tokens, rounded up to a power of two -> number of records."""
 
 
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the first records of a job.
 
-    order: `claims_root`, `settings`, `sources` with the fields of DatasetPlan, `model` (a directory, or None) and the job's
-    `added_tokens`, `limit` and `shown` (records of each source), `only_existing` (missing sources are left out), `model_files` to
-    look at and `places` to write to, or None.
+    order: `claims_root`; `settings`; `sources` with the fields of DatasetPlan; `model`, a directory or None; the job's
+    `added_tokens`; `limit` and `shown`, numbers of records of each source to read and to return; `only_existing`, to leave out
+    missing sources; `model_files` to check and `places` to be written to, each None to skip its checks.
     """
     root = Path(order["claims_root"])
     written = order["settings"]
@@ -102,23 +106,35 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         LossOn(written["loss_on"]),
         written["max_sequence_length"],
         written["chat_template"],
+        written["template_arguments"],
         MappingPlan.model_validate(written["mapping"]),
     )
-    sources = [_files_of(each, root) for each in order["sources"]]
+    sources = [_files_of(dataset, root) for dataset in order["sources"]]
     if order["only_existing"]:
-        sources = [each for each in sources if not _is_absent(each)]
+        # A directory that exists but has no files of records is not left out.
+        sources = [
+            source
+            for source in sources
+            if not isinstance(source.error, FileNotFoundError) or isinstance(source.error, NoRecordFilesError)
+        ]
     findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
-    shared = find_shared((each.named, each.files, ()) for each in sources)
-    added = [AddedTokenPlan(**each) for each in order["added_tokens"]]
+    shared = find_shared((source.named, source.files, ()) for source in sources)
+    added = [AddedTokenPlan(**token) for token in order["added_tokens"]]
     tokenizer, why_not, template_findings = _tokenizer(order["model"], settings, added)
     findings += template_findings
+    if tokenizer is not None and settings.format is DataFormat.CHAT:
+        from finetune_trainer.data.tokenizer import generation_stops
+
+        settings = replace(settings, stop_ids=tuple(sorted(generation_stops(tokenizer, Path(order["model"])))))
     looks, shown = [], []
     held_out: set[bytes] = set()
     # Held-out records come first, so that training records can be compared with them.
-    for each in sorted(sources, key=lambda source: source.named.split != VALIDATION):
-        seen, records, found_here = _look_at(each, settings, tokenizer, held_out, limit=order["limit"], num_shown=order["shown"])
-        problem = shared.get(each.named)
-        findings += [problem] if problem is not None else found_here
+    for source in sorted(sources, key=lambda source: source.named.split != VALIDATION):
+        seen, records, source_findings = _look_at(
+            source, settings, tokenizer, held_out, limit=order["limit"], num_shown=order["shown"]
+        )
+        problem = shared.get(source.named)
+        findings += [problem] if problem is not None else source_findings
         looks.append(seen)
         shown += records
     return {
@@ -135,12 +151,8 @@ def _files_of(dataset: Mapping[str, Any], root: Path) -> SourceFiles:
     return find_files(named, dataset["splits"], is_chosen=dataset["split_is_chosen"])
 
 
-def _is_absent(source: SourceFiles) -> bool:
-    return isinstance(source.error, FileNotFoundError) and not isinstance(source.error, NoRecordFilesError)
-
-
 def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Finding]:
-    """Findings about the output, and about the workspace if the job is to run here."""
+    """Findings about the places that the job writes to: the output, and the workspace if the job is to run here."""
     if places is None:
         return
     for name, location in places["written"].items():
@@ -154,9 +166,9 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
 
 
 def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
-    """Findings about the base model's files, if they should be here.
+    """Findings about the base model's files. `model` is None if they need not be on this machine.
 
-    adapter_base: the plan's name of the base; None: no adapter.
+    The key adapter_base is the plan's name of the base, or None without an adapter.
     """
     if model is None:
         return ()
@@ -171,9 +183,9 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
 def _tokenizer(
     directory: str | None, settings: DataSettings, added: Sequence[AddedTokenPlan]
 ) -> tuple[FileTokenizer | None, str, list[Finding]]:
-    """The tokenizer, or None, the reason in words, and findings.
+    """The tokenizer or None, the reason for None as text, and findings.
 
-    There is no finding if the files are not here, or are of another kind: preflight looks at them.
+    Files that are not on this machine, or that this code cannot read, give no finding: preflight checks them.
     """
     if directory is None or not (Path(directory) / "tokenizer.json").is_file():
         return None, "The tokenizer of the model is not on this machine", []
@@ -185,18 +197,18 @@ def _tokenizer(
         plain = FileTokenizer(Path(directory))
         known = known_token(added, plain.vocabulary(), plain)
         if known is not None:
-            return None, "The tokenizer cannot be used, as is said below", [known]
+            return None, "The tokenizer cannot be used (see below)", [known]
         tokenizer = FileTokenizer(Path(directory), added) if added else plain
     except ModuleNotFoundError as error:
         return None, f"The tokenizer cannot be read without {error.name}, which is not installed", []
     except (TokenizerFilesError, OSError) as error:
-        found = unusable(Path(directory), f"the tokenizer does not load ({error})")
-        return None, "The tokenizer cannot be used, as is said below", [found]
+        problem = unusable(Path(directory), f"the tokenizer does not load ({error})")
+        return None, "The tokenizer cannot be used (see below)", [problem]
     if tokenizer.eos_token_id is None:
-        return None, "The tokenizer has no token that ends a text", []
+        return None, "The tokenizer has no end-of-sequence token", []
     findings = check_chat_template(settings, tokenizer, Path(directory), added)
     if any(finding.severity == "error" for finding in findings):
-        return None, "The chat template cannot be used, as is said below", findings
+        return None, "The chat template cannot be used (see below)", findings
     return tokenizer, "", findings
 
 
@@ -213,11 +225,12 @@ def _look_at(
     seen = SourceLook(named.split, named.address, files=len(source.files))
     if source.problem is not None:
         return seen, [], [source.problem]
-    problems: dict[tuple[str, str], tuple[RecordProblem, int]] = {}
+    problems: CountedProblems = {}
+    left_out: CountedProblems = {}
     shown: list[dict[str, Any]] = []
     own: set[bytes] = set()
     shortest = 0
-    items = _items(source, settings)
+    items = chain.from_iterable(read_file(path, settings.format, mapping=settings.mapping) for path in source.files)
     try:
         first = list(islice(items, limit + 1))
     except OSError as error:
@@ -226,18 +239,18 @@ def _look_at(
     for record, made in _made(first[:limit], settings, tokenizer):
         problem = made if isinstance(made, RecordProblem) else record if isinstance(record, RecordProblem) else None
         if problem is not None:
-            before, count = problems.get(problem.kind, (problem, 0))
-            problems[problem.kind] = (before, count + 1)
+            count_problem(problems, problem)
             continue
         seen.records += 1
-        for key in set(record.keys) - set(read_keys(settings.format, settings.mapping, record.keys)):
-            seen.unread[key] = seen.unread.get(key, 0) + 1
+        if isinstance(record, Record):
+            count_unread(seen.unread, record.unread)
         length = 0 if made is None else len(made.input_ids)
         is_dropped = length > settings.max_sequence_length
         if not is_dropped:
             digest = _digest(record)
             seen.repeated += digest in own
             own.add(digest)
+            count_left_out(left_out, () if made is None else made.left_out)
             seen.held_out += named.split == TRAIN and digest in held_out
         if made is not None:
             bound = 1 << (length - 1).bit_length()
@@ -254,7 +267,14 @@ def _look_at(
         held_out |= own
     seen.unread = dict(sorted(seen.unread.items()))
     seen.lengths = dict(sorted(seen.lengths.items()))
-    findings = [*source.warnings, *wrong_records(named, list(problems.values())[:MAX_KINDS], seen.records)]
+    if problems:
+        # As preflight does: other findings may change once the records are correct.
+        return seen, shown, wrong_records(named, list(problems.values())[:MAX_KINDS], seen.records)
+    findings = [
+        *source.warnings,
+        *keys_unread(named, seen.unread, settings.format, settings.mapping),
+        *content_dropped(named, list(left_out.values())[:MAX_KINDS]),
+    ]
     if not first:
         findings.append(empty(named))
     if seen.held_out:
@@ -264,39 +284,43 @@ def _look_at(
     return seen, shown, findings
 
 
-def _items(source: SourceFiles, settings: DataSettings) -> Iterator[Record | RecordProblem]:
-    for path in source.files:
-        yield from read_file(path, settings.format, mapping=settings.mapping)
-
-
 def _made(
     items: Sequence[Record | RecordProblem], settings: DataSettings, tokenizer: FileTokenizer | None
 ) -> Iterator[tuple[Any, Any]]:
-    """Each record with its TokenizedDocument, or with the problem that tokenising shows, or with None without a tokenizer."""
+    """Yield each record with its TokenizedDocument, or with the problem of tokenising it; without a tokenizer, with None."""
     if tokenizer is None:
         yield from ((item, None) for item in items)
         return
-    from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
+    from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize, with_something_learnt
 
     for start in range(0, len(items), BATCH):
         batch = items[start : start + BATCH]
         records = [item for item in batch if isinstance(item, Record)]
         try:
-            made = iter(tokenize(tokenizer, records, settings.loss_on, settings.chat_template))
+            made = iter(
+                tokenize(
+                    tokenizer,
+                    records,
+                    settings.loss_on,
+                    settings.chat_template,
+                    stop_ids=settings.stop_ids,
+                    template_arguments=settings.template_arguments,
+                )
+            )
         except EndlessTemplateError as error:
             yield error.problem, None
             return
         for item in batch:
-            yield item, next(made) if isinstance(item, Record) else None
+            yield item, with_something_learnt(item, next(made)) if isinstance(item, Record) else None
 
 
 def _digest(record: Record) -> bytes:
-    content = json.dumps([record.prompt, record.completion, record.messages, record.tools], sort_keys=True)
+    content = json.dumps([record.prompt, record.completion, record.messages, record.tools], sort_keys=True, default=repr)
     return blake2b(content.encode(errors="replace"), digest_size=8).digest()
 
 
 def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
-    """The text in pieces that are entirely supervised or not."""
+    """Split the text into pieces of which each is either supervised or not."""
     pieces: list[tuple[list[int], bool]] = []
     for token, is_learnt in zip(made.input_ids, made.supervised, strict=True):
         if not pieces or pieces[-1][1] != is_learnt:
@@ -306,7 +330,7 @@ def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
 
 
 def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
-    """The text without a tokenizer, so without a template; which parts of a chat are learnt is then unknown."""
+    """The record's text where there is no tokenizer and so no template: it is then unknown which parts of a chat are learnt."""
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]
@@ -314,23 +338,20 @@ def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
 
 def main() -> int:
     """Answer the order on standard input with JSON on standard output."""
-    # The process ends before collections would pay off.
+    # The process ends before garbage collection would pay off.
     gc.disable()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.look", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
     parser.add_argument("--seconds", type=int, required=True, help="after which SIGALRM ends it")
     arguments = parser.parse_args()
     die_with(arguments.parent)
-    # No code of this process can delay its end.
+    # With the default handler, no code in this process can delay its end.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(arguments.seconds)
-    answer = os.fdopen(os.dup(1), "w")
-    # Output of libraries is no part of the answer.
-    os.dup2(2, 1)
-    keep_torch_out()
-    keep_rest_of_transformers_out()
-    json.dump(look(json.load(sys.stdin)), answer)
-    answer.flush()
+    with answer_on_stdout() as answer:
+        keep_torch_out()
+        keep_rest_of_transformers_out()
+        answer.write(json.dumps(look(json.load(sys.stdin))).encode())
     return 0
 
 

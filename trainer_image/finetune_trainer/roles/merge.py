@@ -11,6 +11,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from finetune_job.api.enumerations import MergeBase
@@ -22,22 +23,18 @@ from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.errors import CheckpointError, TrainerError
 from finetune_trainer.files import (
     MANIFEST_FILE,
-    TEMPORARY_MARK,
     FileDigests,
     SpecialFileError,
     file_sha256,
     open_beneath,
-    publish_directory,
     read_own,
-    remove_tree,
+    replacing_directory,
     sha256_beneath,
     sync_file,
-    temporary_beside,
     write_durably,
 )
 from finetune_trainer.inspection.report import ModelReport, read_report
 from finetune_trainer.inspection.special_files import require_links_inside
-from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.quantized_base import packed_in_training
 from finetune_trainer.release.adapter_check import check_adapter
@@ -45,23 +42,25 @@ from finetune_trainer.release.checksums import remove_checksums
 from finetune_trainer.release.facts import RunFacts, run_facts
 from finetune_trainer.release.files import CARD, release_layout
 from finetune_trainer.release.write import is_complete, release_digests, write_release_files
+from finetune_trainer.report.document import Samples
 from finetune_trainer.report.page import report_page
-from finetune_trainer.report.samples import Samples, sample_answers
+from finetune_trainer.report.samples import sample_answers
 from finetune_trainer.report.summary import run_summary
 from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.verify.gate import VerificationGate
 from finetune_trainer.verify.report import VerificationReport
-from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
+from finetune_trainer.verify.verification import gate_of_merge, verify_and_name, verify_merge
 from finetune_trainer.weights.headers import read_checkpoint
 
 log = logging.getLogger(__name__)
 
 
 def merge(context: RunContext) -> TerminationReport:
-    """Do what the plan's method needs. May be run again after it was killed. Raises VerificationError, MergeError, OSError.
+    """Keep the adapter, merge, and verify, as the plan says. May be run again after being killed. Raises VerificationError,
+    MergeError, OSError.
 
-    The trained adapter gets its final name before the merge begins. SHA256SUMS is written last, and means that everything is
-    there.
+    The trained adapter gets its final name before the merge begins. SHA256SUMS is written last, so if it exists, the results are
+    complete.
     """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
     require_links_inside(context.base_model, context.base_model_root)
@@ -69,7 +68,7 @@ def merge(context: RunContext) -> TerminationReport:
     serving = check_adapter(trained, plan, context.base_model) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
     layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
-    # A merged model that exists under its final name has been verified, so its digest is expected.
+    # A merged model gets its final name only after its verification, so the digest of one that exists is the expected one.
     expected = {output.adapter: digest} if layout.has_adapter else {}
     expected |= {output.merged: _merged_digest(context, digest)} if layout.has_merged else {}
     digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
@@ -88,9 +87,9 @@ def merge(context: RunContext) -> TerminationReport:
     def describe(verification: VerificationReport | None, samples: Samples) -> RunFacts:
         """Write the report of the run, as a page and as data. Raises OSError, TrainerError."""
         run = run_facts(context, step, preflight, verification, serving)
-        timeline = read_timeline(context.workspace, preflight)
-        write_durably(output.report_data, run_summary(run, timeline, samples).json_text().encode())
-        write_durably(output.report, report_page(run, timeline, samples).encode())
+        summary = run_summary(run, read_timeline(context.workspace, preflight), samples)
+        write_durably(output.report_data, summary.json_text().encode())
+        write_durably(output.report, report_page(run, summary).encode())
         return run
 
     if plan.merge.enabled:
@@ -98,11 +97,16 @@ def merge(context: RunContext) -> TerminationReport:
         facts |= {
             "merged_manifest_sha256": file_sha256(output.merged / MANIFEST_FILE),
             "verification_sha256": file_sha256(output.verification),
-            **_figures(verification),
         }
+        if (logits := verification.logits) is not None:
+            facts |= {
+                "kl": f"{logits.mean_kl:.4g}",
+                "top1": f"{logits.top1_agreement:.6g}",
+                "max_abs": f"{logits.max_abs_difference:.4g}",
+            }
     if serving is not None:
         facts["vllm"] = serving.text()
-    # Complete results stay as they are, byte for byte, whatever a second verification took.
+    # Results that are complete stay as they are, byte for byte; a new report would have other times.
     if was_complete:
         facts |= release_digests(output)
     else:
@@ -111,7 +115,7 @@ def merge(context: RunContext) -> TerminationReport:
 
 
 def _merged_digest(context: RunContext, trained: str) -> str:
-    """Digest of the manifest that the merged model has at the end; empty if it is still to be made."""
+    """Digest of the merged model's final manifest; empty if the model has not been merged yet."""
     if not context.plan.method.trains_adapter:
         return trained
     manifest = context.output.merged / MANIFEST_FILE
@@ -130,11 +134,14 @@ def _merge_and_verify(
     Raises VerificationError, MergeError, OSError.
     """
     plan, output, trained = context.plan, context.output, context.workspace.adapter
-    packed = _packed_in_training(context)
-    # Complete results keep their own report; a second one, which has other times, stays on the workspace.
+    quantization, packed = plan.method.quantization, None
+    # What an 8-bit base computed in training cannot be reproduced, so the merged model is not compared with it.
+    if quantization is not None and (quantization.bits == 4 or plan.merge.base is not MergeBase.ORIGINAL):
+        packed = packed_in_training(plan, context.base_model)
+    # Complete results keep their report. The report of a second verification, which has other times, stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
     digests = FileDigests()
-    # Hash while the merge runs, which waits for the disk.
+    # Hash while the merge waits for the disk.
     digests.begin(context.base_model / name for name in read_checkpoint(context.base_model).file_bytes)
     merge_adapter(
         MergeOptions(
@@ -146,18 +153,18 @@ def _merge_and_verify(
             quantization=packed if plan.merge.base is MergeBase.DEQUANTIZED else None,
             base_root=context.base_model_root,
         ),
-        progress=_log_progress,
+        progress=lambda written, total: log.debug("merged %d of %d bytes", written, total),
     )
 
     def withdraw(failed: VerificationReport) -> None:
         _withdraw(output, paths)
         try:
             describe(failed, Samples(reason="the merged model failed its verification"))
-        except (OSError, TrainerError) as error:  # users must see the verdict
+        except (OSError, TrainerError) as error:  # users must see the verdict, not this error
             log.warning("%s: there is no report of the run: %s", output.report, error)
 
-    return verify_and_name(
-        paths,
+    verify = partial(
+        verify_merge,
         base=context.base_model,
         adapters=[trained],
         prompts=PreparedData.open(context.workspace.prepared).verification_prompts(plan.merge.num_prompts),
@@ -166,13 +173,13 @@ def _merge_and_verify(
         merged_onto=plan.merge.base,
         base_sha256=None if preflight is None else preflight.model_files,
         allow_remote_code=plan.model.allow_remote_code,
-        withdraw=withdraw,
         digests=digests,
     )
+    return verify_and_name(paths, verify, withdraw)
 
 
 def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
-    """Mark the results as incomplete: only the reports of the failed verification describe them."""
+    """Mark the results as incomplete, and leave only the reports of the failed verification to describe them."""
     remove_checksums(output)
     for described in (output.report, output.report_data, output.model_card, output.provenance, output.adapter / CARD):
         described.unlink(missing_ok=True)
@@ -182,32 +189,14 @@ def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
             write_durably(kept, written.read_bytes())
 
 
-def _packed_in_training(context: RunContext) -> Quantization | None:
-    """How training quantized the base, if that can be reproduced or compared; None if it did not, or used 8 bits."""
-    plan = context.plan
-    if plan.method.quantization is None or (plan.method.quantization.bits != 4 and plan.merge.base is MergeBase.ORIGINAL):
-        return None
-    return packed_in_training(plan, context.base_model)
-
-
-def _figures(report: VerificationReport) -> dict[str, str]:
-    if report.logits is None:
-        return {}
-    return {
-        "kl": f"{report.logits.mean_kl:.4g}",
-        "top1": f"{report.logits.top1_agreement:.6g}",
-        "max_abs": f"{report.logits.max_abs_difference:.4g}",
-    }
-
-
 def _gate(context: RunContext) -> VerificationGate:
-    """The thresholds of the element types, replaced by the plan's own if it has some."""
+    """The thresholds for the element types; those that the plan sets replace them."""
     merge = context.plan.merge
     gate = gate_of_merge(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:
-        # A share that a user asked for is meant exactly, without excused positions.
+        # A share that a user asked for is exact, without excused positions.
         gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement, max_excused=0)
     return gate
 
@@ -218,11 +207,11 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
     try:
         manifest = json.loads(read_own(directory / MANIFEST_FILE))
         if manifest["plan_sha256"] != plan_sha256:
-            raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, this is {plan_sha256}", hint)
+            raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, not by {plan_sha256}", hint)
         for name, entry in manifest["files"].items():
             if sha256_beneath(directory, name) != entry["sha256"]:
                 raise CheckpointError(
-                    f"{directory / name}: is not what was trained, its sha256 differs from {MANIFEST_FILE}", hint
+                    f"{directory / name}: is not what was trained: its sha256 differs from {MANIFEST_FILE}", hint
                 )
         return int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -230,17 +219,13 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
 
 
 def publish_copy(source: Path, final: Path) -> None:
-    """Copy a directory of plain files durably and rename it to `final`, where an equal one is kept and another one replaced.
+    """Copy a directory of plain files durably to `final`: an equal directory there is kept, a different one is replaced.
 
-    Raises CheckpointError for a link, which was put there by something else, and OSError.
+    Raises CheckpointError for a link, which training does not write, and OSError.
     """
-    for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
     if (final / MANIFEST_FILE).is_file() and file_sha256(final / MANIFEST_FILE) == file_sha256(source / MANIFEST_FILE):
         return
-    temporary = temporary_beside(final)
-    temporary.mkdir(parents=True)
-    try:
+    with replacing_directory(final) as temporary:
         for path in sorted(source.rglob("*")):
             name = path.relative_to(source)
             if path.is_dir() and not path.is_symlink():
@@ -254,12 +239,3 @@ def publish_copy(source: Path, final: Path) -> None:
             sync_file(temporary / name)
         for path in temporary.rglob("*/"):
             sync_file(path)
-        remove_tree(final)
-        publish_directory(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _log_progress(written: int, total: int) -> None:
-    log.debug("merged %d of %d bytes", written, total)

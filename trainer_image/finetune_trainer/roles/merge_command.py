@@ -10,10 +10,10 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -25,31 +25,17 @@ from finetune_job.failures import EXIT_CODES
 from finetune_job.layout import MergedPaths
 from finetune_trainer.errors import ConfigError, classify
 from finetune_trainer.files import FileDigests
-from finetune_trainer.processes.start import (
-    die_with,
-    end,
-    keep_bitsandbytes_out,
-    keep_meta_kernels_out,
-    map_torch_libraries,
-    preload,
-)
+from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_out, preload
+from finetune_trainer.weights.errors import DeviceUnavailableError
 from finetune_trainer.weights.headers import OUTPUT_DTYPES, read_checkpoint
 
 if TYPE_CHECKING:
     from finetune_trainer.merge.changes import Quantization
     from finetune_trainer.merge.merge_adapter import MergeOptions
-    from finetune_trainer.verify.tensors import TensorFigures
 
+HOST = "cpu"
 SECONDS_BETWEEN_LINES = 1.0
 VERIFICATION = "finetune_trainer.verify.verification"
-LONGEST_WAIT_FOR_PYTHON = 0.0005
-"""Seconds. Threads that hash or compare files need Python's lock between two blocks; while another thread imports, they wait ten
-times as long by default, which is half as long as a block takes.
-"""
-WAITING_THREADS_SLEEP = ("OMP_WAIT_POLICY", "passive")
-"""Setting of torch's OpenMP library, which reads it when it is loaded. By default a thread of an operation spins on its processor
-for a while after each one, and keeps it from threads that hash and read.
-"""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,38 +64,35 @@ def parser() -> argparse.ArgumentParser:
         "--quantization", help='how a QLoRA or QDoRA training packed its base, as in a job: {"quantType": "nf4"}'
     )
     arguments.add_argument(
-        "--device",
-        default="cpu",
-        help="device that multiplies and compares logits, cpu or cuda; PEFT's bits are promised for cpu",
+        "--device", default=HOST, help="device on which the logits of base, adapter and merged model are computed, cpu or cuda"
     )
     arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
     arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
     return arguments
 
 
-class ProgressLines:
-    """Prints the progress of a merge."""
+def _progress_lines() -> Callable[[int, int], None]:
+    """Make a function that prints the progress of a merge, at most once per second."""
+    last = float("-inf")
 
-    def __init__(self) -> None:
-        self._last = float("-inf")
-
-    def __call__(self, written: int, total: int) -> None:
-        if written == total or time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
-            self._last = time.monotonic()
+    def print_line(written: int, total: int) -> None:
+        nonlocal last
+        if written == total or time.monotonic() - last >= SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
             print(json.dumps({"written": written, "total": total}), flush=True)
+
+    return print_line
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Merge and verify. Raises MergeError, TrainerError, OSError."""
+    _require_device(arguments.device)
     digests = FileDigests()
     if arguments.verify:
-        os.environ.setdefault(*WAITING_THREADS_SLEEP)
-        sys.setswitchinterval(LONGEST_WAIT_FOR_PYTHON)
         # Hash during the import of torch, which takes one processor.
         digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
-    map_torch_libraries()
     output: Path = arguments.output
     quantization = _quantization(arguments)
     reports = output.with_name(f"{output.name}.verification.json")
@@ -121,26 +104,31 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         dtype=arguments.dtype,
         max_shard_bytes=_shard_bytes(arguments.max_shard_size),
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
-        device=arguments.device,
     )
     importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
     if arguments.verify:
-        # Import during the merge, which waits for the disk. Both together need less memory than what comes next.
+        # Import during the merge, which waits for the disk. Both together need less memory than the verification.
         importing.start()
-    merged = merge_adapter(options, ProgressLines())
+    merged = merge_adapter(options, _progress_lines())
     report = {**dataclasses.asdict(merged), "output": str(output)}
     if not arguments.verify:
         return report
-    # Hash while the rest is imported, which takes one processor.
-    digests.begin(options.output / name for name in read_checkpoint(options.output).file_bytes)
-    from finetune_trainer.verify.tensors import check_tensors
-
-    started = time.monotonic()
-    tensors = check_tensors(options.base, options.adapters, options.output, options.quantization)
     importing.join()
-    return report | _verify(
-        arguments, options, paths, quantization, merged.num_rows, digests=digests, tensors=tensors, started=started
-    )
+    return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
+
+
+def _require_device(name: str) -> None:
+    """Raise DeviceUnavailableError before the merge if the verification cannot use this device."""
+    if name == HOST:
+        return
+    # The merge itself starts before torch is imported.
+    import torch
+
+    if torch.device(name).type == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailableError(
+            f"device {name}: torch finds no GPU on this machine (there is no driver, or the container has no GPU). Set device "
+            "to cpu."
+        )
 
 
 def _verify(
@@ -151,19 +139,17 @@ def _verify(
     num_rows: int | None,
     *,
     digests: FileDigests,
-    tensors: TensorFigures,
-    started: float,
 ) -> dict[str, Any]:
-    """The verification's part of the report. Raises VerificationError, and as `verify_and_name` does."""
+    """Verify, and return what that adds to the report. Raises VerificationError, and what `verify_and_name` raises."""
     from finetune_trainer.verify.prompts import default_prompts
-    from finetune_trainer.verify.verification import gate_of_merge, verify_and_name
+    from finetune_trainer.verify.verification import gate_of_merge, verify_and_name, verify_merge
 
     if arguments.prompts is None:
         prompts = default_prompts(options.base, num_rows)
     else:
         prompts = read_prompts(arguments.prompts, options.output)
-    verify_and_name(
-        paths,
+    verify = partial(
+        verify_merge,
         base=options.base,
         adapters=options.adapters,
         prompts=prompts,
@@ -173,12 +159,10 @@ def _verify(
         # There is no record of what the adapter was trained on, and no option allows the base's own code.
         base_sha256=None,
         allow_remote_code=False,
-        withdraw=lambda _report: None,
         digests=digests,
-        device=options.device,
-        tensors=tensors,
-        started=started,
+        device=arguments.device,
     )
+    verify_and_name(paths, verify, withdraw=lambda _report: None)
     return {"verification": json.loads(paths.report.read_text(encoding="utf-8")), "verification_page": str(paths.page)}
 
 
@@ -227,7 +211,7 @@ def _shard_bytes(text: str) -> int:
 
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
-    """How the training quantized the base, or None if neither option mentions it."""
+    """How training quantized the base, or None if no option says that it did."""
     given = arguments.quantization
     if given is None and arguments.base_form is MergeBase.ORIGINAL:
         return None
@@ -266,6 +250,4 @@ if __name__ == "__main__":
         die_with(given.parent)
     if given.quantization is None and given.base_form is MergeBase.ORIGINAL:
         keep_bitsandbytes_out()
-    if not given.verify:
-        keep_meta_kernels_out()
     end(main())

@@ -1,8 +1,7 @@
-"""The order of preflight: storage, model files, tokenizer, structure, data, and whether they fit; then data and report are
-written.
+"""The preflight role: inspect files, model and data of a job, check them, and write the prepared data and a report.
 
 The rehearsal begins as soon as the structure is known, and runs while the data is prepared. Every possible check runs, so that a
-user sees all findings at once; a check is left out only if what it looks at does not exist. A refusal leaves only reports on the
+user sees all findings at once; a check is left out only if its subject does not exist. A refusal leaves only reports on the
 workspace. Called by `python -m finetune_trainer preflight`.
 """
 
@@ -10,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
 from pydantic import TypeAdapter
 
@@ -21,227 +22,149 @@ from finetune_job.finding import Finding
 from finetune_job.names import Role
 from finetune_job.plan.run_plan import Choice
 from finetune_job.rules.rule import changes_text, format_value
-from finetune_memory.batches import choose_resharding
+from finetune_memory.choices import choose_resharding
+from finetune_trainer.added_tokens import remove_made
 from finetune_trainer.context import RunContext
-from finetune_trainer.data.prepare import Preparation
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalReport, Verdict
-from finetune_trainer.preflight.added_tokens import add_tokens, check_rows, check_use, chosen_rows
-from finetune_trainer.preflight.checks import (
-    CheckStep,
-    JobInspection,
-    base_is_made,
-    expressions_compile,
-    files_are_whole,
-    files_can_be_opened,
-    has_added_tokens,
-    has_structure,
-    has_tokenizer,
-    has_training_data,
-    nothing_refused,
-    run_steps,
-    storage_is_ready,
-    trains_input_rows_alone,
-)
-from finetune_trainer.preflight.expressions import check_expressions
+from finetune_trainer.preflight.added_tokens import check_rows, check_use, chosen_rows
 from finetune_trainer.preflight.fit import check_fit
-from finetune_trainer.preflight.job_steps import (
-    check_base_name,
-    check_data,
-    check_files,
-    check_memory,
-    check_room,
-    check_start,
-    check_storage,
-    check_tokenizer,
-    check_trackers,
-)
-from finetune_trainer.preflight.model_process import check_model, computed_first_values
+from finetune_trainer.preflight.inspection import Inspection, is_refused
+from finetune_trainer.preflight.job_steps import check_memory, check_room, check_start, inspect_data, inspect_files
+from finetune_trainer.preflight.model_process import check_model, computed_first_values, finish_check
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
-from finetune_trainer.processes.start import torch_is_here
 from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key
-from finetune_trainer.roles.rehearse import ModelProcess
+from finetune_trainer.roles.rehearse import start_rehearsal
 from finetune_trainer.train.policy import total_steps
 
 log = logging.getLogger(__name__)
 _CHOICES = TypeAdapter(tuple[Choice, ...])
-
-
-@dataclass
-class PreflightInspection(JobInspection):
-    """An inspection with the process that has imported torch."""
-
-    process: ModelProcess | None = None
-    """None before it is needed, and after it has ended."""
-    key: str = ""
-    """Key of the rehearsal, under which its verdict may be kept for other jobs."""
-
-    def begin_process(self) -> None:
-        """Start the process early, because its imports take longer than everything before its first use."""
-        if not torch_is_here():
-            self.process = self.until_done.enter_context(ModelProcess(self.context))
-
-
-def check_added_tokens(seen: PreflightInspection) -> Iterable[Finding]:
-    """Make the base with the added tokens, then start the process, which is given one directory as usual."""
-    findings = [*add_tokens(seen)]
-    if seen.added is not None:
-        seen.begin_process()
-    return findings
-
-
-def check_structure(seen: PreflightInspection) -> Iterable[Finding]:
-    """Fill in `structure`, in a process of its own unless this one has already imported torch."""
-    if seen.process is None:
-        seen.structure, findings = check_model(seen.plan, seen.context.base_model)
-    else:
-        seen.structure, findings = seen.process.check()
-    return findings
-
-
-def begin_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
-    """Let the process rehearse the job while the data is prepared, or end it: it holds as much memory as all the rest.
-
-    A refusal after this ends the rehearsal as if it had not begun.
-    """
-    if seen.plan.rehearses and seen.structure is not None and nothing_refused(seen):
-        files = seen.known_files
-        seen.key = rehearsal_key(seen.plan, seen.context.base_model, files.digest, files.weight_bytes)
-        # Anyone who can write to the claim could plant a verdict.
-        kept = None if _requires_rehearsal(seen) else find_verdict(seen.context, seen.key)
-        if kept is None:
-            seen.process = seen.process or seen.until_done.enter_context(ModelProcess(replace(seen.context, plan=seen.plan)))
-            seen.process.begin_rehearsal()
-            return ()
-        log.info("this rehearsal has passed on this claim before, %s", kept.kept_since)
-        seen.rehearsal = kept
-    if seen.process is not None:
-        seen.process.close()
-        seen.process = None
-    return ()
-
-
-def is_rehearsing(seen: PreflightInspection) -> bool:
-    return seen.process is not None and seen.process.is_rehearsing
-
-
-def rehearse(seen: PreflightInspection) -> Iterable[Finding]:
-    """Wait for the rehearsal and fill in `rehearsal`."""
-    if seen.process is not None:
-        seen.rehearsal = seen.process.rehearsal()
-        keep_verdict(seen.context, seen.key, seen.rehearsal)
-    if _requires_rehearsal(seen):
-        # The findings' changes skip the rehearsal, which would be refused.
-        return [
-            finding.model_copy(update={"fix": "", "changes": ()}) if finding.changes else finding
-            for finding in seen.rehearsal.findings
-        ]
-    return seen.rehearsal.findings
-
-
-def require_rehearsal(seen: PreflightInspection) -> Iterable[Finding]:
-    """If the profile requires a rehearsal, only one that passed will do."""
-    placement = seen.plan.placement
-    if placement is None or not _requires_rehearsal(seen) or seen.rehearsal.verdict is Verdict.PASSED:
-        return ()
-    return (rehearsal_required(placement.profile, seen.rehearsal.verdict.value),)
-
-
-def _requires_rehearsal(seen: PreflightInspection) -> bool:
-    return seen.plan.placement is not None and seen.plan.placement.requires_rehearsal
-
-
-CHECKS: tuple[CheckStep[PreflightInspection], ...] = (
-    CheckStep(check_storage),
-    CheckStep(check_trackers),
-    CheckStep(check_files),
-    CheckStep(check_added_tokens, (files_are_whole, storage_is_ready)),
-    CheckStep(check_base_name, (files_can_be_opened,)),
-    CheckStep(check_tokenizer, (files_can_be_opened,)),
-    CheckStep(check_expressions),
-    CheckStep(check_structure, (files_are_whole, base_is_made, expressions_compile)),
-    CheckStep(begin_rehearsal),
-    # The last check that forks this process, since reading tables of data starts threads.
-    CheckStep(check_token_rows, (has_structure, has_tokenizer)),
-    CheckStep(check_data),
-    CheckStep(check_fit),
-    CheckStep(check_rows, (has_structure, has_added_tokens)),
-    CheckStep(check_use, (has_added_tokens, has_training_data)),
-    CheckStep(check_trained_rows, (trains_input_rows_alone, has_training_data, storage_is_ready)),
-    CheckStep(check_start, (has_structure,)),
-    CheckStep(check_room, (has_structure, storage_is_ready)),
-    CheckStep(check_memory, (has_structure,)),
-    CheckStep(rehearse, (is_rehearsing, nothing_refused)),
-    CheckStep(require_rehearsal, (nothing_refused,)),
+CHECKS: tuple[Callable[[Inspection], Iterable[Finding]], ...] = (
+    check_fit,
+    check_rows,
+    check_use,
+    check_trained_rows,
+    check_start,
+    check_room,
+    check_memory,
 )
-"""Checks in the order in which findings are shown; those of the model are listed in preflight/model_checks.py."""
+"""Checks of what was inspected, in the order in which findings are shown; those of the model are listed in
+preflight/model_checks.py.
+"""
 
 
 def run(context: RunContext) -> TerminationReport:
     """Check everything and prepare the data. Raises OSError if the workspace cannot be written."""
-    seen = PreflightInspection(context)
-    with seen.until_done:
-        if not context.plan.model.added_tokens:
-            seen.begin_process()
-        run_steps(CHECKS, seen)
-        for finding in seen.findings:
+    with ExitStack() as until_done:
+        seen = inspect_model(inspect_files(context, until_done))
+        rehearsal = _begin_rehearsal(seen, until_done)
+        seen = inspect_data(seen, until_done)
+        findings = [*seen.findings, *(finding for check in CHECKS for finding in check(seen))]
+        if not is_refused(findings):
+            if not isinstance(rehearsal, RehearsalReport):
+                rehearsal = rehearsal()
+            findings += _rehearsal_findings(seen, rehearsal)
+        for finding in findings:
             log.log(logging.ERROR if finding.severity == "error" else logging.WARNING, "%s: %s", finding.rule, finding.message)
             if finding.changes:
                 log.info("%s: cleared by %s", finding.rule, changes_text(finding.changes))
-        if seen.structure is None or not nothing_refused(seen):
-            return _refused(seen)
-        resharding = _resharding(seen)
+        if seen.structure is None or seen.data is None or is_refused(findings):
+            # A rehearsal that is still running reads the base that a refusal removes, so it is stopped first.
+            until_done.close()
+            return _refused(seen, findings, rehearsal if isinstance(rehearsal, RehearsalReport) else SKIPPED)
+        resharding = choose_resharding(seen.plan, None, None) if seen.memory is None else seen.memory.resharding
         for chosen in (*seen.structure.batches, *(() if resharding is None else (resharding,))):
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         lora = seen.plan.method.lora
         # Written last before the data, so that a refusal leaves nothing behind.
         first_values = computed_first_values(seen.context) if lora is not None and lora.starts_from_base else None
-        data_hash = seen.known_data.publish()
-    return _accepted(seen, _model_report(seen, data_hash), first_values)
-
-
-def _record_lengths(data: Preparation) -> dict[int, int]:
-    counts: dict[int, int] = {}
-    for facts in data.datasets:
+        data_hash = seen.data.publish()
+    train, training = seen.data.splits[TRAIN], seen.plan.training
+    lengths: Counter[int] = Counter()
+    for facts in seen.data.datasets:
         if facts.split == TRAIN:
-            for bound, count in facts.lengths.items():
-                counts[bound] = counts.get(bound, 0) + count
-    return dict(sorted(counts.items()))
-
-
-def _model_report(seen: JobInspection, data_hash: str) -> ModelReport:
-    plan, context, structure, data = seen.plan, seen.context, seen.known_structure, seen.known_data
-    training, train = plan.training, data.splits[TRAIN]
-    return ModelReport(
+            lengths.update(facts.lengths)
+    report = ModelReport(
         plan_sha256=context.plan_sha256,
-        model_digest=seen.known_files.digest,
-        model_files=file_digests(context.base_model) if plan.merge.enabled else {},
+        model_digest=seen.files.digest,
+        model_files=file_digests(context.base_model) if seen.plan.merge.enabled else {},
         data_hash=data_hash,
-        wrap_classes=structure.wrap_classes,
-        fsdp_units=structure.fsdp_units,
-        dtypes=structure.dtypes,
-        trainable=structure.trainable,
-        saved_tensors=structure.saved_tensors,
+        wrap_classes=seen.structure.wrap_classes,
+        fsdp_units=seen.structure.fsdp_units,
+        dtypes=seen.structure.dtypes,
+        trainable=seen.structure.trainable,
+        saved_tensors=seen.structure.saved_tensors,
         train_sequences=train.num_sequences,
         supervised_tokens=train.num_supervised_tokens,
-        record_lengths=_record_lengths(data),
+        record_lengths=dict(sorted(lengths.items())),
         total_steps=total_steps(training.epochs, training.max_steps, train.num_sequences, training.global_batch_size),
         memory=dict(seen.memory.terms) if seen.memory is not None else {},
-        resharding=_resharding(seen),
-        batches=(*structure.batches, *chosen_rows(seen)),
-        rehearsal=seen.rehearsal,
-        warnings=tuple(seen.findings),
+        resharding=resharding,
+        batches=(*seen.structure.batches, *chosen_rows(seen)),
+        rehearsal=rehearsal,
+        warnings=tuple(findings),
     )
+    write_durably(context.workspace.model_report, report.model_dump_json(indent=1).encode())
+    return _accepted(seen, report, first_values)
 
 
-def _resharding(seen: JobInspection) -> Choice | None:
-    return choose_resharding(seen.plan, None, None) if seen.memory is None else seen.memory.resharding
+def inspect_model(seen: Inspection) -> Inspection:
+    """Build the model without its weights, in the process that was started for it or here, and look at its tokens' rows."""
+    if not seen.can_be_built:
+        return seen
+    if seen.model_process is None:
+        structure, findings = check_model(seen.plan, seen.context.base_model)
+    else:
+        structure, findings = finish_check(seen.model_process, seen.context.base_model)
+    seen = replace(seen, structure=structure, findings=(*seen.findings, *findings))
+    # The last check that forks this process, since reading tables of data starts threads.
+    return replace(seen, findings=(*seen.findings, *check_token_rows(seen)))
 
 
-def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None) -> TerminationReport:
-    write_durably(seen.context.workspace.model_report, report.model_dump_json(indent=1).encode())
+def _begin_rehearsal(seen: Inspection, until_done: ExitStack) -> RehearsalReport | Callable[[], RehearsalReport]:
+    """Start the rehearsal, which runs while the data is prepared; returns the function that waits for its report.
+
+    Returns a report if there is nothing to wait for. A refusal after this stops the rehearsal as if it had not begun.
+    """
+    if not seen.plan.rehearses or seen.structure is None or is_refused(seen.findings):
+        return SKIPPED
+    key = rehearsal_key(seen.plan, seen.context.base_model, seen.files.digest, seen.files.weight_bytes)
+    # Anyone who can write to the claim could forge a verdict.
+    kept = None if _requires_rehearsal(seen) else find_verdict(seen.context, key)
+    if kept is not None:
+        log.info("this rehearsal has passed on this claim before, %s", kept.kept_since)
+        return kept
+    wait = start_rehearsal(replace(seen.context, plan=seen.plan), until_done)
+
+    def finish() -> RehearsalReport:
+        report = wait()
+        keep_verdict(seen.context, key, report)
+        return report
+
+    return finish
+
+
+def _rehearsal_findings(seen: Inspection, rehearsal: RehearsalReport) -> list[Finding]:
+    """The rehearsal's own findings, and a refusal if the profile requires a rehearsal that has passed."""
+    placement = seen.plan.placement
+    if placement is None or not _requires_rehearsal(seen):
+        return list(rehearsal.findings)
+    # The findings' changes skip the rehearsal, which would be refused.
+    findings = [
+        finding.model_copy(update={"fix": "", "changes": ()}) if finding.changes else finding for finding in rehearsal.findings
+    ]
+    if rehearsal.verdict is not Verdict.PASSED and not is_refused(findings):
+        findings.append(rehearsal_required(placement.profile, rehearsal.verdict.value))
+    return findings
+
+
+def _requires_rehearsal(seen: Inspection) -> bool:
+    return seen.plan.placement is not None and seen.plan.placement.requires_rehearsal
+
+
+def _accepted(seen: Inspection, report: ModelReport, first_values: str | None) -> TerminationReport:
     return TerminationReport(
         role=Role.PREFLIGHT,
         attempt=seen.context.attempt,
@@ -261,7 +184,7 @@ def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None
             "trainable_parameters": str(report.trainable_parameters),
             "total_steps": str(report.total_steps),
             "wrap_classes": ",".join(report.wrap_classes),
-            **_rehearsal_facts(seen.rehearsal),
+            **_rehearsal_facts(report.rehearsal),
             **({"first_values_sha256": first_values} if first_values is not None else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
             **({"resharding": report.resharding.model_dump_json()} if report.resharding is not None else {}),
@@ -270,22 +193,31 @@ def _accepted(seen: JobInspection, report: ModelReport, first_values: str | None
     )
 
 
-def _refused(seen: JobInspection) -> TerminationReport:
-    errors = [finding for finding in seen.findings if finding.severity == "error"]
+def _refused(seen: Inspection, findings: Sequence[Finding], rehearsal: RehearsalReport) -> TerminationReport:
+    if seen.added is not None:
+        try:
+            remove_made(seen.context.workspace.added_tokens, seen.context.workspace.base_with_tokens)
+        except OSError:  # the reason for the refusal is more important
+            log.exception("%s could not be removed", seen.context.workspace.base_with_tokens)
+    errors = [finding for finding in findings if finding.severity == "error"]
     first = errors[0]
+    failure = FailureClass.USER_CONFIG
+    for prefix, kind in (("spec.data.", FailureClass.USER_DATA), ("spec.model.", FailureClass.USER_MODEL)):
+        if first.field.startswith(prefix):
+            failure = kind
     return TerminationReport(
         role=Role.PREFLIGHT,
         attempt=seen.context.attempt,
         outcome=Outcome.REFUSED,
-        failure=_failure(first),
+        failure=failure,
         message=f"{len(errors)} error{'s' if len(errors) > 1 else ''}; first: {first.field}: {first.message}",
         hint=first.fix,
         time=time.time(),
-        findings=[*errors, *(finding for finding in seen.findings if finding.severity != "error")],
-        findings_total=len(seen.findings),
+        findings=[*errors, *(finding for finding in findings if finding.severity != "error")],
+        findings_total=len(findings),
         facts={
             # If an earlier check failed, the rehearsal was not skipped because the job asked for it.
-            **(_rehearsal_facts(seen.rehearsal) if seen.rehearsal is not SKIPPED or not seen.plan.rehearses else {}),
+            **(_rehearsal_facts(rehearsal) if rehearsal is not SKIPPED or not seen.plan.rehearses else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
         },
     )
@@ -294,11 +226,3 @@ def _refused(seen: JobInspection) -> TerminationReport:
 def _rehearsal_facts(rehearsal: RehearsalReport) -> dict[str, str]:
     facts = {"rehearsal": rehearsal.verdict.value, "rehearsal_seconds": str(rehearsal.seconds)}
     return facts | ({"rehearsal_kept_since": rehearsal.kept_since} if rehearsal.kept_since else {})
-
-
-def _failure(finding: Finding) -> FailureClass:
-    if finding.field.startswith("spec.data."):
-        return FailureClass.USER_DATA
-    if finding.field.startswith("spec.model."):
-        return FailureClass.USER_MODEL
-    return FailureClass.USER_CONFIG

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -34,35 +33,27 @@ log = logging.getLogger(__name__)
 Location = ClaimPath | HubPath | BucketPath | RegistryPath
 
 
-@dataclass
-class _StopSignal:
-    """A SIGTERM, for the threads that send."""
-
-    stop: threading.Event = field(default_factory=threading.Event)
-    came: bool = False
-
-
 def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy | None = None) -> TerminationReport:
     """Publish the release.
 
-    Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError if the results are not what the merge left,
+    Raises DestinationRefusedError, DestinationUnavailableError, CheckpointError if the results have changed since the merge,
     PreemptedError, OSError.
     """
     plan = context.plan.publish
     if plan is None:
         raise InvariantError("the plan publishes nothing", "the results are on the claim of spec.output.destination already")
-    started = time.monotonic()
-    with TemporaryDirectory(prefix="signature-") as scratch, _sigterm() as end:
+    started, stop = time.monotonic(), threading.Event()
+    with TemporaryDirectory(prefix="signature-") as scratch, _sigterm(stop) as came:
         publications: list[Publication] = []
         total = 0
         for location, release in _signed_releases(plan, read_release(context), credentials, Path(scratch)):
             size = sum(file.size for file in (*release.files, release.manifest))
             log.info("%s: %d files, %d bytes", plan.destination, len(release.files) + 1, size)
-            destination = _open(plan, location, context, credentials, patience=patience or RetryPolicy(), stop=end.stop)
+            destination = _open(plan, location, context, credentials, patience=patience or RetryPolicy(), stop=stop)
             try:
                 publications.append(destination.publish(release))
             except StoppedError:
-                if not end.came:
+                if not came.is_set():
                     raise
                 raise PreemptedError("SIGTERM arrived; what is at the destination is not sent again") from None
             total += size
@@ -82,7 +73,7 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
 def _signed_releases(
     plan: PublishPlan, release: Release, credentials: Credentials, scratch: Path
 ) -> list[tuple[Location, Release]]:
-    """Locations and what goes there, in the order of publishing, each with a signature of its own if there is a key."""
+    """Locations and the files for each, in the order of publishing. If there is a key, each release has its own signature."""
     location = parse_destination(plan.destination)
     releases: list[tuple[Location, Release]] = [(location, release)]
     if isinstance(location, HubPath):
@@ -135,16 +126,16 @@ def _open(
 
 
 @contextmanager
-def _sigterm() -> Iterator[_StopSignal]:
-    """Stop sending at SIGTERM, which a container's first process would otherwise ignore."""
-    end = _StopSignal()
+def _sigterm(stop: threading.Event) -> Iterator[threading.Event]:
+    """Set `stop` and the yielded event at SIGTERM, which a container's first process would otherwise ignore."""
+    came = threading.Event()
 
-    def came(_number: int, _frame: object) -> None:
-        end.came = True
-        end.stop.set()
+    def end(_number: int, _frame: object) -> None:
+        came.set()
+        stop.set()
 
-    before = signal.signal(signal.SIGTERM, came)
+    before = signal.signal(signal.SIGTERM, end)
     try:
-        yield end
+        yield came
     finally:
         signal.signal(signal.SIGTERM, before)

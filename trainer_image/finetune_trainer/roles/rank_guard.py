@@ -1,7 +1,7 @@
-"""The supervisor's guard of its node's ranks: it ends ranks that never give a sign of life, that stall, or that do not end.
+"""The supervisor's guard of its node's ranks: it kills ranks that never give a sign of life, that stall, or that do not end.
 
-A rank's own watchdog (ranks/watchdog.py) knows more, but it cannot watch a rank that never reaches it, or that has reported its
-end and still runs. To torchrun's agent a process that merely waits looks healthy.
+A rank's own watchdog (ranks/watchdog.py) knows more, but cannot watch a rank that never starts it, or that is still running after
+it has reported its end. torchrun's agent considers a process that merely waits healthy.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from finetune_trainer.ranks.start_signs import read_started, start_stacks
 
 log = logging.getLogger(__name__)
 END_SECONDS = 120.0
-"""Time that a rank may run after it has reported its end. One that saw a collective fail waits a quarter of a minute."""
+"""Time that a rank may run after it has reported its end. A rank that saw a collective fail waits a quarter of a minute."""
 AGENT_END_SECONDS = 420.0
 """Time that torchrun's agent may run after its last rank has ended. It waits 300 s for the agents of other nodes."""
 LOOK_SECONDS = 0.5
 _STACKS_SECONDS = 2.0
-"""Time that a rank may take to write its stacks after it was asked for them."""
+"""Time that a rank may take to write its stacks after the signal that requests them."""
 
 
 @dataclass
 class LocalRanks:
-    """Signs of this node's ranks, each with the time on the monotonic clock at which it was first seen."""
+    """Signs of life of this node's ranks, each with the time on the monotonic clock at which it was first seen."""
 
     started: dict[int, float] = field(default_factory=dict)
     spoken: dict[int, float] = field(default_factory=dict)
-    """Ranks whose watchdogs run, or that have reported their end."""
+    """Ranks whose watchdog runs, or that have reported their end."""
     reported: dict[int, float] = field(default_factory=dict)
 
     def see(self, started: Collection[int], spoken: Collection[int], reported: Collection[int], now: float) -> None:
@@ -59,7 +59,7 @@ class LocalRanks:
                 known.setdefault(rank, now)
 
     def silent(self, ranks: Collection[int], seconds: float, now: float) -> list[int]:
-        """Ranks that have not spoken within this time of the start of the first one; torchrun starts all of them at once."""
+        """Ranks that are silent `seconds` after the first rank's start; torchrun starts all ranks at once."""
         if not self.started or now - min(self.started.values()) < seconds:
             return []
         return sorted(set(ranks) - self.spoken.keys())
@@ -70,7 +70,7 @@ class LocalRanks:
 
 
 class RankGuard:
-    """Watches in a thread from `begin` to `end`."""
+    """A thread that watches this node's ranks from `begin` to `end`."""
 
     def __init__(self, context: RunContext, ranks: range, node_rank: int, pipes: Path, agent: Child) -> None:
         """ranks: the global ranks of this node. pipes: directory in which they leave signs of their start."""
@@ -86,7 +86,7 @@ class RankGuard:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop watching, because the agent has ended."""
+        """Stop watching once the agent has ended."""
         self._ended.set()
         self._thread.join()
 
@@ -96,11 +96,11 @@ class RankGuard:
                 if self._look():
                     return
             except OSError:
-                # The workspace may only be absent for a while.
-                log.exception("the guard of this node's ranks could not look")
+                # The workspace may be absent only for a while, so keep looking.
+                log.exception("the guard of this node's ranks could not look at them")
 
     def _look(self) -> bool:
-        """Act on new signs; returns True once nothing is left to do."""
+        """Act on new signs. Returns True when the guard has nothing left to do."""
         now = time.monotonic()
         if (stall := read_stall(self._stacks)) is not None:
             self._end_after_verdict(stall)
@@ -116,15 +116,15 @@ class RankGuard:
         if silent:
             self._declare(silent, started)
         for rank in self._seen.endless(END_SECONDS, now):
-            self._kill(rank, started.get(rank), "has reported how it ended and still runs")
+            self._kill(rank, started.get(rank), "has reported how it ended and is still running")
         if self._seen.reported.keys() >= set(self._ranks) and max(self._seen.reported.values()) + AGENT_END_SECONDS <= now:
-            log.error("torchrun did not end after its ranks: ending it")
+            log.error("torchrun did not exit after its ranks: killing it")
             self._agent.send_signal(signal.SIGKILL)
             return True
         return False
 
     def _declare(self, silent: list[int], started: Mapping[int, int]) -> None:
-        """Write the verdict that ranks never spoke, with the stacks of those that can write them."""
+        """Write the verdict that these ranks never gave a sign of life, with the stacks of those that can still write them."""
         texts = [f"rank {rank}:\n{stacks}" for rank in silent if (stacks := self._stacks_of(rank, started.get(rank)))]
         stall = never_spoke(silent, self._node_rank, self._timeouts.start, time.time())
         log.error("%s", stall.message)
@@ -142,9 +142,9 @@ class RankGuard:
         return start_stacks(self._pipes, rank - self._ranks.start)
 
     def _end_after_verdict(self, stall: Stall) -> None:
-        """End the silent ranks of this node, and the agent if that was not enough.
+        """Kill the silent ranks of this node, and the agent if that was not enough.
 
-        To an agent, a stopped process looks healthy, and gets the full time for saving that it cannot use.
+        The agent considers a stopped process healthy, and would give it the full time for saving, which it cannot use.
         """
         reported = self._reports / rank_report_name(stall.rank)
         deadline = time.monotonic() + self._timeouts.collection + self._timeouts.silence

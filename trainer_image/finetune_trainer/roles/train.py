@@ -1,10 +1,12 @@
 """The `train` role in each pod: wait for the master's name, run torchrun, report the root cause.
 
-The rendezvous is static, so torchrun never restarts ranks; the operator restarts a gang as a whole.
+The rendezvous is static, so torchrun never restarts ranks. A gang of one pod is restarted here by its supervisor, which sees the
+ranks end. The operator restarts larger gangs as a whole.
 """
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import threading
@@ -19,19 +21,14 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.files import read_own
 from finetune_trainer.inspection.special_files import require_links_inside
-from finetune_trainer.processes.container import LONGEST_WAIT_SECONDS, wait_until_told
 from finetune_trainer.ranks.logs import rank_log_name
-from finetune_trainer.ranks.reports import (
-    SilentEvidence,
-    failed_ranks,
-    read_rank_reports,
-    remove_rank_reports,
-    root_cause,
-    silent_failures,
-)
-from finetune_trainer.ranks.stalls import remove_traces
-from finetune_trainer.roles.torchrun import OUTPUT_TAIL_BYTES, Launch, local_ranks, run_torchrun
+from finetune_trainer.ranks.reports import SilentEvidence, failed_ranks, read_rank_reports, root_cause, silent_failures
+from finetune_trainer.ranks.restarts import read_restarts, remove_traces_of_ranks, restart_after, set_traces_aside, write_restarts
+from finetune_trainer.roles.torchrun import OUTPUT_TAIL_BYTES, Launch, Torchrun, local_ranks
 
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 0.5
 RESOLVE_SECONDS = 600.0
 """Time that a master's name may stay unknown: its pod may still pull the image, and DNS caches negative answers for half a
 minute.
@@ -47,25 +44,48 @@ class MasterUnreachableError(ConnectionError):
 def supervise(context: RunContext, launch: Launch) -> TerminationReport:
     """Run this node's ranks to their end; returns the report of the node.
 
-    SIGTERM stays handled after the return, so that another one cannot end the process before its report is written.
+    If only processes failed, a gang of one node is started again here, at most `launch.restarts` times.
+
+    SIGTERM stays handled after the return, so that a second signal cannot end the process before its report is written.
     """
-    role = Role.TRAIN.value
     _require_ordered_for_other_sizes(context, launch)
     stopped = threading.Event()
-    reports_directory = context.workspace.reports(role, context.attempt)
-    remove_rank_reports(reports_directory, local_ranks(context, launch))
-    remove_traces(context.workspace.stacks(context.attempt), local_ranks(context, launch))
+    remove_traces_of_ranks(context, local_ranks(context, launch))
     signal.signal(signal.SIGTERM, lambda _number, _frame: stopped.set())
     require_links_inside(context.base_model, context.base_model_root)
-    if launch.attempt_file is not None and not wait_until_told(launch.attempt_file, context.attempt, stopped):
-        reason = "stopped by SIGTERM" if stopped.is_set() else f"the operator did not name it within {LONGEST_WAIT_SECONDS:.0f} s"
-        return _preempted(context, launch, f"attempt {context.attempt} did not begin in the pod of the one before: {reason}")
     if launch.node_rank > 0:
         wait_until_resolved(launch.master_address, stopped)
-    exit_status, output = (0, "") if stopped.is_set() else run_torchrun(context, launch, stopped)
-    reports = read_rank_reports(reports_directory)
+    # A queue may have stopped this attempt and started it again in another pod, so earlier restarts are read from a file.
+    restarts = read_restarts(context.workspace.restarts(context.attempt))
+    kills_before = kills_for_memory()
+    if stopped.is_set():
+        return _stopped(context, launch, [])
+    with Torchrun(context, launch, stopped) as torchrun:
+        while True:
+            exit_status, output = torchrun.run()
+            report = _report(context, launch, exit_status, output, stopped, was_out_of_memory=kills_for_memory() > kills_before)
+            restart = restart_after(report, num_restarts=len(restarts), most=launch.restarts, now=time.time())
+            if restart is None or stopped.is_set() or not torchrun.can_run_again:
+                return report.model_copy(update={"restarts": restarts})
+            restarts.append(restart)
+            log.error(
+                "%s: starting the ranks again from the latest checkpoint (restart %d of at most %d in this attempt)",
+                restart.message,
+                len(restarts),
+                launch.restarts,
+            )
+            set_traces_aside(context, len(restarts))
+            write_restarts(context.workspace.restarts(context.attempt), restarts)
+
+
+def _report(
+    context: RunContext, launch: Launch, exit_status: int, output: str, stopped: threading.Event, *, was_out_of_memory: bool
+) -> TerminationReport:
+    """The node's report on one run of its ranks."""
+    role = Role.TRAIN.value
+    reports = read_rank_reports(context.workspace.reports(role, context.attempt))
     succeeded = {report.rank for report in reports if report.outcome is Outcome.SUCCEEDED}
-    # A signal to a rank that has succeeded, even SIGKILL, changes nothing.
+    # A rank that has succeeded stays successful even if a signal, such as SIGKILL, ends it afterwards.
     is_done = succeeded.issuperset(local_ranks(context, launch))
     if stopped.is_set() and not is_done:
         return _stopped(context, launch, reports)
@@ -87,7 +107,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
             role=role,
             attempt=context.attempt,
             node_rank=launch.node_rank,
-            is_out_of_memory=was_out_of_memory(),
+            is_out_of_memory=was_out_of_memory,
             log_ends={rank: _log_end(context, rank) for rank in codes},
             now=time.time(),
         ),
@@ -108,7 +128,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
 
 
 def _require_ordered_for_other_sizes(context: RunContext, launch: Launch) -> None:
-    """Raise ConfigError if the launch has another size than the plan and the reduction is not ordered."""
+    """Raise ConfigError if the launch sets a number of ranks or nodes and the reduction is not ordered."""
     asked = {"--ranks": launch.ranks, "--nodes": launch.nodes}
     given = next(((name, value) for name, value in asked.items() if value is not None), None)
     if given is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
@@ -131,7 +151,8 @@ def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RE
                     f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error}); name the cluster's DNS "
                     "servers in network.dns of the profile, `finetune doctor` tries whether pods reach them"
                 ) from error
-        stopped.wait(1.0)
+        # Not `stopped.wait`: it could hold its lock when the signal arrives, whose handler needs that lock.
+        time.sleep(LOOK_SECONDS)
 
 
 def _stopped(context: RunContext, launch: Launch, reports: list[TerminationReport]) -> TerminationReport:
@@ -139,18 +160,14 @@ def _stopped(context: RunContext, launch: Launch, reports: list[TerminationRepor
     until = (
         f"after step {steps[0]}; the state is saved" if steps else "before the state could be saved; the last checkpoint is kept"
     )
-    return _preempted(context, launch, f"stopped by SIGTERM {until}", steps[0] if steps else None)
-
-
-def _preempted(context: RunContext, launch: Launch, message: str, step: int | None = None) -> TerminationReport:
     return TerminationReport(
         role=Role.TRAIN.value,
         attempt=context.attempt,
         outcome=Outcome.FAILED,
         failure=FailureClass.PREEMPTED,
-        message=message,
+        message=f"stopped by SIGTERM {until}",
         node_rank=launch.node_rank,
-        step=step,
+        step=steps[0] if steps else None,
         time=time.time(),
     )
 
@@ -163,12 +180,12 @@ def _log_end(context: RunContext, rank: int) -> str:
         return ""
 
 
-def was_out_of_memory(events: Sequence[Path] = MEMORY_EVENTS) -> bool:
-    """Whether the kernel has killed a process of this container for lack of memory."""
+def kills_for_memory(events: Sequence[Path] = MEMORY_EVENTS) -> int:
+    """How many processes of this container the kernel has killed for lack of memory."""
     for path in events:
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
         except (OSError, ValueError):
             continue
-        return int(counts.get("oom_kill", 0)) > 0
-    return False
+    return 0

@@ -1,1 +1,1 @@
-"""Smaller models of the same architecture: for the rehearsal, and to see how modules are used."""
+"""Smaller models of the same architecture, for the rehearsal and to find out how modules are used."""

@@ -1,7 +1,7 @@
-"""What the fields of a model's configuration mean, by the names that architectures give them.
+"""The meaning of each field of a model's configuration, by the names that architectures use for it.
 
-Only sizes are listed. What is not listed stays as it is, so that activation, norm, position encoding, biases, scalings and
-special modules of the small model are those of the model.
+Only sizes are listed. Other fields do not change, so the small model keeps the model's activation, norm, position encoding,
+biases, scalings and special modules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Meaning(Enum):
-    """What a whole number in a configuration counts."""
+    """The thing that a whole number in a configuration counts."""
 
     LAYERS = "layers"
     HEADS = "attention heads"
@@ -115,12 +115,12 @@ PERIODS: dict[str, str | None] = {
     "layer_group_size": None,
     "prefix_dense_sliding_window_pattern": None,
 }
-"""Fields that make one layer in so many another kind, and the field of the first such layer where there is one."""
+"""Fields that make every n-th layer one of another kind -> the field for the first such layer, if there is one."""
 EXPLAINED_BY_TYPES = _names("sliding_window_pattern _sliding_window_pattern full_attention_interval no_rope_layer_interval")
-"""Those that a list of the layers' types makes superfluous."""
+"""Fields that are superfluous if the configuration lists the type of each layer."""
 FIRST_LAYERS = _names("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index")
-"""Fields that count layers from the first one on."""
+"""Fields that count layers at the start of the model."""
 LAST_LAYERS = _names("num_kv_shared_layers")
-"""Fields that count layers up to the last one."""
+"""Fields that count layers at the end of the model."""
 LAST_INDEX = _names("moe_layer_end_index")
-"""Fields that hold the number of a last layer."""
+"""Fields that hold the index of the last layer."""

@@ -1,4 +1,4 @@
-"""Which layers of a model its scaled-down copy keeps: the fewest that have every kind of layer, and at least two."""
+"""The layers of a model that its scaled-down copy keeps: the fewest that include every kind of layer, and at least two."""
 
 from __future__ import annotations
 
@@ -21,27 +21,25 @@ from finetune_trainer.small_models.fields import (
 
 FEWEST = 2
 MOST_KINDS = 4
-"""Numbers that take more values than that over the layers make no kinds of layers."""
+"""A numeric setting with more different values than this over the layers does not define kinds of layers."""
 MOST = 12
-"""More layers than that are kept of no model, even where a kind of layer is lost."""
+"""Maximum number of layers that are kept, even if a kind of layer is lost."""
 
 
 @dataclass(frozen=True)
 class KeptLayers:
-    """Layers of the model that the small one has, in order."""
+    """Layers of the model that the small one keeps, in order."""
 
     kept: tuple[int, ...]
     kinds: tuple[str, ...]
-    """Of each layer of the model."""
+    """The kind of each layer of the model."""
 
     @property
     def count(self) -> int:
         return len(self.kept)
 
     def kept_layer_of(self, layer: int) -> int | None:
-        """Number in the small model of a layer of the same kind; the layer's own where it is kept. None: the model has no such
-        layer.
-        """
+        """Return the index of this layer, or of a kept one like it, in the small model; None if the model has no such layer."""
         if not 0 <= layer < len(self.kinds):
             return None
         if layer in self.kept:
@@ -51,7 +49,7 @@ class KeptLayers:
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """Layers of this part of a model."""
+    """Return the number of layers of this part of a model."""
     for name, value in config.items():
         if MEANING_OF.get(name) is Meaning.LAYERS and isinstance(value, int) and value > 0:
             return value
@@ -59,18 +57,20 @@ def layer_count(config: Mapping[str, Any]) -> int | None:
 
 
 def choose_layers(config: Mapping[str, Any], of_each_kind: int = 1) -> KeptLayers | None:
-    """The layers to keep of one part of a model; None where it does not say how many it has."""
+    """Choose the layers to keep in one part of a model; None if its configuration does not state how many it has."""
     count = layer_count(config)
     if count is None:
         return None
-    kinds = tuple(_kind(config, layer, count) for layer in range(count))
+    columns = [of_layers for name, value in config.items() if (of_layers := _of_layers(name, value, count)) is not None]
+    # Layers are of the same kind if their settings, as JSON, are equal.
+    kinds = tuple(json.dumps([column[layer] for column in columns], default=str) for layer in range(count))
     period = _longest_period(config)
     kept: list[int] = []
     for layer, kind in enumerate(kinds):
         if sum(kinds[number] == kind for number in kept) < of_each_kind:
             kept.append(layer)
     if period > 1:
-        # What happens every so many layers needs all layers up to there.
+        # A feature of every n-th layer appears only if all of the first n layers are kept.
         kept = list(range(min(count, max(period, kept[-1] + 1))))
     for layer in range(count):
         if len(kept) >= min(FEWEST, count):
@@ -81,7 +81,7 @@ def choose_layers(config: Mapping[str, Any], of_each_kind: int = 1) -> KeptLayer
 
 
 def cut_layers(config: Mapping[str, Any], layers: KeptLayers) -> dict[str, Any]:
-    """The fields that speak of single layers, for the kept ones."""
+    """Return the changed values of fields about single layers, reduced to the kept layers."""
     count = len(layers.kinds)
     changed: dict[str, Any] = {}
     for name, value in config.items():
@@ -93,73 +93,60 @@ def cut_layers(config: Mapping[str, Any], layers: KeptLayers) -> dict[str, Any]:
             changed[name] = [number for number, layer in enumerate(layers.kept) if layer in value]
         elif is_per_layer(value, count):
             changed[name] = [value[layer] for layer in layers.kept]
-        elif name == "attention_types" and isinstance(value, list):
-            changed[name] = [[[kind], 1] for kind in (_expanded(value)[layer] for layer in layers.kept)]
-        elif not isinstance(value, int) or isinstance(value, bool):
-            continue
-        elif name in FIRST_LAYERS:
-            changed[name] = sum(layer < value for layer in layers.kept)
-        elif name in LAST_LAYERS:
-            changed[name] = sum(layer >= count - value for layer in layers.kept)
-        elif name in LAST_INDEX and value >= 0:
-            changed[name] = max(sum(layer <= value for layer in layers.kept) - 1, 0)
+        elif (of_layers := _of_layers(name, value, count)) is not None:
+            of_kept = [of_layers[layer] for layer in layers.kept]
+            if isinstance(value, list):
+                changed[name] = [[[kind], 1] for kind in of_kept]
+            elif name not in LAST_INDEX:
+                changed[name] = sum(of_kept)
+            elif value >= 0:
+                changed[name] = max(sum(of_kept) - 1, 0)
     return {name: value for name, value in changed.items() if value != config[name]}
 
 
 def is_per_layer(value: Any, count: int) -> bool:
-    """Whether a list holds one thing for each layer."""
-    return isinstance(value, list) and len(value) == count and count > 1 and not _is_pattern(value)
+    """Whether a list has one element for each layer."""
+    return isinstance(value, list) and len(value) == count > 1 and not isinstance(value[0], list)
 
 
 def is_by_layer(name: str, value: Any) -> bool:
-    """Whether a mapping holds settings of single layers by their numbers."""
+    """Whether a field maps indices of layers to settings."""
     return "layer" in name and isinstance(value, Mapping) and bool(value) and all(str(key).isdigit() for key in value)
 
 
 def holds_layer_numbers(name: str, value: Any, count: int) -> bool:
-    """Whether a list names single layers."""
+    """Whether a field is a list of indices of layers."""
     if not isinstance(value, list) or LAYER_INDICES.search(name) is None:
         return False
     are_numbers = all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count for number in value)
     return are_numbers and all(one < next_one for one, next_one in pairwise(value))
 
 
-def _is_pattern(value: list[Any]) -> bool:
-    return bool(value) and isinstance(value[0], list)
-
-
-def _kind(config: Mapping[str, Any], layer: int, count: int) -> str:
-    """A text that is the same for layers that are alike."""
-    parts: list[Any] = []
-    for name, value in config.items():
-        if is_by_layer(name, value):
-            parts.append(next((own for key, own in value.items() if int(key) == layer), None))
-        elif holds_layer_numbers(name, value, count):
-            parts.append(layer in value)
-        elif is_per_layer(value, count):
-            # Sizes that grow from layer to layer make no kinds of their own.
-            parts.append(value[layer] if not _is_size(value) else value[layer] == 0)
-        elif name == "attention_types" and isinstance(value, list):
-            parts.append(_expanded(value)[layer])
-        elif not isinstance(value, int) or isinstance(value, bool):
-            continue
-        elif name in FIRST_LAYERS:
-            parts.append(layer < value)
-        elif name in LAST_LAYERS:
-            parts.append(layer >= count - value)
-        elif name in LAST_INDEX:
-            parts.append(layer <= value)
-    return json.dumps(parts, default=str)
+def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
+    """Return what a field says about each layer, in order; None if it says nothing about single layers."""
+    layers = range(count)
+    if is_by_layer(name, value):
+        return [next((own for key, own in value.items() if int(key) == layer), None) for layer in layers]
+    if holds_layer_numbers(name, value, count):
+        return [layer in value for layer in layers]
+    if is_per_layer(value, count):
+        # If each layer has its own size, each would be a kind of its own, so only zero and other sizes are distinguished.
+        return [size == 0 for size in value] if _is_size(value) else list(value)
+    if name == "attention_types" and isinstance(value, list):
+        # GPT-Neo's `[[["global", "local"], 12]]`.
+        return [kind for kinds, times in value for kind in kinds * times]
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    if name in FIRST_LAYERS:
+        return [layer < value for layer in layers]
+    if name in LAST_LAYERS:
+        return [layer >= count - value for layer in layers]
+    return [layer <= value for layer in layers] if name in LAST_INDEX else None
 
 
 def _is_size(values: list[Any]) -> bool:
     are_numbers = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
     return are_numbers and len(set(values)) > MOST_KINDS
-
-
-def _expanded(attention_types: list[Any]) -> list[Any]:
-    """GPT-Neo's `[[["global", "local"], 12]]`, layer by layer."""
-    return [kind for kinds, times in attention_types for kind in kinds * times]
 
 
 def _longest_period(config: Mapping[str, Any]) -> int:

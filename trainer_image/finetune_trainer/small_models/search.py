@@ -1,7 +1,7 @@
-"""Finds the smallest scaled-down copy of a model that can be built and computed.
+"""Search for the smallest scaled-down copy of a model that can be built and computed.
 
-Tries the smallest configuration first. One that cannot be built or computed is given some of the model's own sizes back, until
-one works or time is up.
+The smallest configuration is tried first. If it does not work, some of the model's own sizes are restored, until a configuration
+works or time is up.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from finetune_trainer.small_models.shrink import SmallConfig, shrink, trained_to
 
 log = logging.getLogger(__name__)
 MOST_PARAMETERS = 40_000_000
-"""Of a small model."""
+"""Maximum number of parameters of a small model."""
 SEARCH_SECONDS = 12.0
 _TRIED_TOKENS = 16
 
 
 class NoSmallModelError(Exception):
-    """No small model that works could be made of this one; the message says why."""
+    """No working small model could be made; the message says why."""
 
 
 def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[str, Any]) -> tuple[SmallConfig, PreTrainedModel]:
-    """The smallest model that works, with random weights in float32. Raises NoSmallModelError."""
+    """Return the first candidate that works, with random weights in float32. Raises NoSmallModelError."""
     deadline = time.monotonic() + SEARCH_SECONDS
     first_problem = ""
     for shrunken in _candidates(described, trained_token_ids(plan.method)):
         try:
             return shrunken, _build(plan, config, shrunken)
-        except Exception as error:  # noqa: BLE001 - code of any model; another size may do
+        except Exception as error:  # noqa: BLE001 - code of any model; another size may work
             problem = f"{type(error).__name__}: {error}"
             log.info("no small model with %s: %s", [change.text() for change in shrunken.changes], problem)
             first_problem = first_problem or problem
@@ -47,7 +47,7 @@ def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[st
 
 
 def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallConfig]:
-    """The smallest first; then with more of the model's own sizes."""
+    """Yield the smallest configuration first, then those with more of the model's own sizes."""
     smallest = shrink(described, named)
     yield smallest
     yield shrink(described, named, of_each_kind=2)
@@ -66,7 +66,7 @@ def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallCo
 
 
 def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> PreTrainedModel:
-    """The small model with random weights in float32, after a forward and a backward pass of it. Raises what its code raises."""
+    """Build the small model with random float32 weights and test a forward and a backward pass. Raises what its code raises."""
 
     def made(seeded: bool) -> PreTrainedModel:
         if seeded:
@@ -93,11 +93,11 @@ def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> Pr
 
 
 def special_tokens(described: dict[str, Any]) -> set[int]:
-    """Tokens that a configuration names, those that end a text excepted."""
+    """Return the tokens that a configuration names, except end-of-sequence tokens."""
     found: set[int] = set()
     for name, value in described.items():
         if isinstance(value, dict):
             found |= special_tokens(value)
         elif TOKEN_ID.search(str(name)) and not name.startswith("eos"):
-            found |= {each for each in (value if isinstance(value, list) else [value]) if type(each) is int}
+            found |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
     return found

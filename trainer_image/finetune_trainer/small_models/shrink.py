@@ -1,13 +1,13 @@
-"""The configuration of a model -> that of its scaled-down model, and what was changed.
+"""Scale down the configuration of a model, and list what was changed.
 
-Works on any configuration whose fields have names that `fields` knows, parts of composite models included. Tokens that the
-job names keep a row each. Whether the result can be built is for the libraries to say (search.py), which may ask again with some
-fields kept.
+This works on any configuration whose fields have names that `fields` knows, including parts of composite models. Each token that
+the job names keeps a row of its own. The result may fail to build; search.py then calls this again with some fields kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,35 +19,37 @@ from finetune_trainer.small_models.sizes import small_rope, small_sizes, width_o
 
 VOCABULARY = 512
 _ODD = 64
-"""The rest of the vocabulary's size by this stays: whether rows divide evenly among ranks matters."""
+"""Divided by this, both vocabulary sizes have the same remainder, since it matters whether ranks can share rows evenly."""
+_RANDOM = ("dropout", "pdrop", "layerdrop", "jitter", "drop_path")
+"""Parts of the names of fields that make training draw random numbers."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _LONGEST_SHOWN = 60
 _LAYER_FIELDS = {name for name, meaning in MEANING_OF.items() if meaning is Meaning.LAYERS}
-"""Setting of methods that train rows of an embedding."""
+"""Names of fields that count layers."""
 
 
 @dataclass(frozen=True)
 class ConfigChange:
-    """One thing that differs between the job and its rehearsal."""
+    """A difference between the job and its rehearsal."""
 
     field: str
     before: Any
     after: Any
 
     def text(self) -> str:
-        """For people."""
+        """Return the difference as text for users."""
         return f"{self.field}: {_shown(self.before)} -> {_shown(self.after)}"
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Where token ids of the model are in the scaled-down one."""
+    """The mapping from token ids of the model to those of the scaled-down one."""
 
     size: int
     moved: Mapping[int, int] = field(default_factory=dict)
 
     def kept_token_of(self, token: int) -> int:
-        """A token of the scaled-down model; tokens that the configuration or the job names have one of their own."""
+        """Return the small model's token for `token`. Each token that the configuration or the job names has its own."""
         if token in self.moved:
             return self.moved[token]
         return token if 0 <= token < self.size else token % self.size
@@ -60,16 +62,17 @@ class SmallConfig:
     config: dict[str, Any]
     changes: tuple[ConfigChange, ...]
     layers: KeptLayers | None
-    """Of the part that predicts text."""
+    """The kept layers of the part that predicts text; None if it keeps all, or has none."""
     tokens: Tokens
 
 
 def shrink(
     config: Mapping[str, Any], named_tokens: Collection[int] = (), kept: Collection[str] = (), of_each_kind: int = 1
 ) -> SmallConfig:
-    """The scaled-down form of a configuration.
+    """Return the scaled-down form of a configuration.
 
-    `named_tokens`: ids that the job names; `kept`: fields, by path, that stay as they are; `of_each_kind`: layers, at least.
+    `named_tokens`: ids that the job names; `kept`: paths of unchanged fields; `of_each_kind`: least number of layers of each
+    kind.
     """
     parts = dict(_parts(config))
     text = _text_part(parts)
@@ -93,46 +96,33 @@ def shrink(
             for name, value in small.items()
             if value != part[name] and f"{prefix}{name}" not in kept
         ]
-    changed: dict[str, Any] = _copied(config)
+    changed: dict[str, Any] = deepcopy(dict(config))
     for change in changes:
         *parents, last = change.field.split(".")
         target = changed
         for parent in parents:
             target = target[parent]
         target[last] = change.after
-    layers = choose_layers(parts[text], of_each_kind)
-    if layers is not None and any(
-        change.field.rpartition(".")[2] in _LAYER_FIELDS and change.field in kept for change in changes
-    ):
-        layers = None
+    # A text part that keeps its number of layers keeps every layer and its number, so there is nothing to choose.
+    has_all_layers = any(part == text and name in _LAYER_FIELDS for part, _, name in (path.rpartition(".") for path in kept))
+    layers = None if has_all_layers else choose_layers(parts[text], of_each_kind)
     return SmallConfig(changed, tuple(changes), layers, tokens)
 
 
 def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with every dropout and jitter at zero, so that what is computed does not depend on who computes it."""
+    """Return the configuration without dropout and jitter, so that results do not depend on random numbers."""
     changed: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
             changed[name] = without_dropout(value)
         else:
-            changed[name] = 0.0 if is_random(name, value) else value
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+            changed[name] = 0.0 if is_number and any(part in name for part in _RANDOM) else value
     return changed
 
 
-def is_random(name: str, value: Any) -> bool:
-    """Whether a field makes training draw random numbers."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-        return False
-    return any(part in name for part in ("dropout", "pdrop", "layerdrop", "jitter", "drop_path"))
-
-
-def has_dropout(config: Mapping[str, Any]) -> bool:
-    """Whether any part of the model draws random numbers while it trains."""
-    return bool(without_dropout(config) != _copied(config))
-
-
 def _parts(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """This configuration and those inside it, by path."""
+    """Yield this configuration and the configurations inside it, each with its path."""
     yield path, config
     for name, value in config.items():
         if isinstance(value, Mapping) and name not in _ROPE and any(MEANING_OF.get(str(inner)) for inner in value):
@@ -140,7 +130,7 @@ def _parts(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Map
 
 
 def _text_part(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Path of the part that predicts text."""
+    """Return the path of the part that predicts text."""
     named = [path for path in parts if path.rpartition(".")[2] in ("text_config", "llm_config", "language_config")]
     if named:
         return named[0]
@@ -189,7 +179,7 @@ def _tokens(parts: Mapping[str, Mapping[str, Any]], text: str, named: Collection
 def _special_tokens(part: Mapping[str, Any]) -> Iterator[int]:
     for name, value in part.items():
         if TOKEN_ID.search(name):
-            yield from (each for each in (value if isinstance(value, list) else [value]) if type(each) is int)
+            yield from (token for token in (value if isinstance(value, list) else [value]) if type(token) is int)
 
 
 def _moved_tokens(part: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
@@ -199,15 +189,9 @@ def _moved_tokens(part: Mapping[str, Any], tokens: Tokens) -> dict[str, Any]:
             continue
         if type(value) is int and value >= tokens.size:
             moved[name] = tokens.kept_token_of(value)
-        elif isinstance(value, list) and all(type(each) is int for each in value):
-            moved[name] = [tokens.kept_token_of(each) if each >= tokens.size else each for each in value]
+        elif isinstance(value, list) and all(type(token) is int for token in value):
+            moved[name] = [tokens.kept_token_of(token) if token >= tokens.size else token for token in value]
     return moved
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _copied(each) for name, each in value.items()}
-    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _shown(value: Any) -> str:
@@ -216,8 +200,8 @@ def _shown(value: Any) -> str:
 
 
 def trained_token_ids(method: MethodPlan) -> list[int]:
-    """Token ids that the method trains."""
+    """Return the token ids that the method trains."""
     if method.lora is not None:
         return list(method.lora.trainable_token_indices)
-    found = method.adapter.settings.get(TRAINED_ROWS_SETTING, []) if method.adapter is not None else []
-    return [token for token in found if type(token) is int] if isinstance(found, list) else []
+    rows = method.adapter.settings.get(TRAINED_ROWS_SETTING, []) if method.adapter is not None else []
+    return [token for token in rows if type(token) is int] if isinstance(rows, list) else []

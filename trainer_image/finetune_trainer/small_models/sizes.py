@@ -1,8 +1,8 @@
-"""Small sizes for one part of a model: channels, heads and experts, in the relations that its layers rely on.
+"""Small sizes for one part of a model: channels, heads and experts, with the relations that its layers rely on.
 
-Every number of channels is a multiple of 64 where the model's is, because 4-bit quantisation packs rows of 64 values. Kept are:
-heads x channels of a head = channels of the stream where that holds, more query heads than key heads where there are more, low
-ranks, shared experts, and how many experts a token has.
+Widths of layers stay multiples of 64, because 4-bit quantisation packs blocks of 64 values. A small model keeps these relations
+of the model: heads x channels of a head = channels of the stream, more query heads than key heads, low ranks, shared experts, and
+the number of experts per token.
 """
 
 from __future__ import annotations
@@ -18,27 +18,40 @@ LEAST_WIDTH = 64
 WIDTH = 128
 FEED_FORWARD, EXPERT_FEED_FORWARD = 192, 64
 HEADS, GROUPED_HEADS, KEY_VALUE_HEADS = 4, 2, 2
-STATE, STATE_GROUPS, CHUNK, WINDOW = 16, 2, 16, 16
+STATE_GROUPS = 2
 LEARNED_POSITIONS = 512
-"""If positions are learned, or masks of all of them kept."""
+"""The number of positions if positions are learned, or if masks over all of them are stored."""
 FEWEST_EXPERTS, EXPERT_GROUPS, CHOSEN_GROUPS = 4, 4, 2
 STATE_RANK_DIVISOR = 16
-"""Of Mamba's `dt` rank: the channels over this, rounded up."""
+"""Mamba's `dt` rank is the number of channels divided by this, rounded up."""
+_SIZES = {
+    Meaning.RANK: LEAST_WIDTH,
+    Meaning.LINEAR_HEAD_SIZE: HEAD_SIZE,
+    Meaning.PLAIN_SIZE: HEAD_SIZE,
+    Meaning.VALUE_SIZE: HEAD_SIZE,
+    Meaning.ROPE_SIZE: ROPE_SIZE,
+    Meaning.EXPERT_GROUPS: EXPERT_GROUPS,
+    Meaning.CHOSEN_GROUPS: CHOSEN_GROUPS,
+    Meaning.WINDOW: 16,
+    Meaning.STATE: 16,
+    Meaning.STATE_GROUPS: STATE_GROUPS,
+    Meaning.CHUNK: 16,
+    Meaning.LINEAR_KEY_HEADS: KEY_VALUE_HEADS,
+}
+"""Sizes that do not depend on other fields."""
 _EXPANSIONS = ("expand", "mamba_expand")
 _SMALL_COUNTS = {"index_n_heads": 2, "index_topk": 16, "index_block_size": 16, "index_topk_blocks": 2, "zero_expert_num": 2}
-"""Of layers that choose which tokens to attend to, and experts that pass a token on."""
+"""Small values for layers that choose which tokens to attend to, and for experts that pass a token on unchanged."""
 
 
 def small_sizes(config: Mapping[str, Any], widths: Mapping[int, int]) -> dict[str, Any]:
-    """The fields to change. `widths`: sizes of other parts of the model -> their small ones, for fields that speak of
-    those.
-    """
-    found = _Sizes(config, widths)
-    return {name: value for name, value in found.small().items() if value != config[name]}
+    """Return the fields to change. `widths`: width of another part of the model -> its small width, for fields that repeat it."""
+    sizes = _Sizes(config, widths)
+    return {name: value for name, value in sizes.small().items() if value != config[name]}
 
 
 def width_of(config: Mapping[str, Any]) -> int | None:
-    """Channels of the residual stream."""
+    """Return the number of channels of the residual stream."""
     return _first(config, Meaning.WIDTH)
 
 
@@ -87,17 +100,17 @@ class _Sizes:
             if small_inner < LEAST_WIDTH:
                 self.small_head_size = min(self.head_size or HEAD_SIZE, LEAST_WIDTH // self.small_heads)
             return min(self.width, self.small_heads * self.small_head_size)
-        # Which of the two is larger stays.
+        # If the heads' channels exceed the width in the original, they also exceed it here; otherwise the width is larger.
         return min(self.width, LEAST_WIDTH if inner > self.width and small_inner > LEAST_WIDTH else small_inner + LEAST_WIDTH)
 
     def small(self) -> dict[str, Any]:
-        """Every field that has a size."""
+        """Return the small value of every field that holds a size."""
         if self.width is not None and self.width <= WIDTH:
             return {}
         changed: dict[str, Any] = {}
         for name, value in self.config.items():
-            if isinstance(value, list) and value and all(_is_count(each) or each == 0 for each in value):
-                small = [self._field(name, each) if each else 0 for each in value]
+            if isinstance(value, list) and value and all(_is_count(size) or size == 0 for size in value):
+                small = [self._field(name, size) if size else 0 for size in value]
                 changed |= {name: small} if name in MEANING_OF else {}
             elif is_by_layer(name, value):
                 changed[name] = {key: self._of_layer(own) for key, own in value.items() if isinstance(own, Mapping)}
@@ -106,7 +119,7 @@ class _Sizes:
         return changed
 
     def _of_layer(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings of a single layer. If each of its heads has keys of its own, each still does."""
+        """Return the small settings of a single layer. If each head has its own keys, that remains so."""
         small = {name: self._field(name, value) if _is_count(value) else value for name, value in own.items()}
         heads = _first(own, Meaning.HEADS)
         if heads is not None and heads == _first(own, Meaning.KEY_VALUE_HEADS):
@@ -124,7 +137,7 @@ class _Sizes:
         return min(value, self._known(name, value, meaning))
 
     def _whole_head_sizes(self) -> set[int]:
-        """With low ranks: of heads with and without positions together, in all layers and in those with settings of their own."""
+        """Return sizes of heads with low ranks (rotated plus plain channels): the common one and those of single layers."""
         rope = _count(self.config.get("qk_rope_head_dim"))
         layers = [own for name, value in self.config.items() if is_by_layer(name, value) for own in value.values()]
         sizes = [_count(part.get("qk_nope_head_dim")) for part in (self.config, *layers) if isinstance(part, Mapping)]
@@ -132,6 +145,8 @@ class _Sizes:
 
     def _known(self, name: str, value: int, meaning: Meaning) -> int:
         config = self.config
+        if meaning in _SIZES:
+            return _SIZES[meaning]
         match meaning:
             case Meaning.WIDTH:
                 return self.small_width
@@ -146,34 +161,16 @@ class _Sizes:
             case Meaning.FEED_FORWARD:
                 is_of_experts = "moe" in name or "expert" in name
                 return EXPERT_FEED_FORWARD if is_of_experts else FEED_FORWARD
-            case Meaning.RANK | Meaning.LINEAR_HEAD_SIZE | Meaning.PLAIN_SIZE | Meaning.VALUE_SIZE:
-                return LEAST_WIDTH if meaning is Meaning.RANK else HEAD_SIZE
-            case Meaning.ROPE_SIZE:
-                return ROPE_SIZE
             case Meaning.EXPERTS:
                 return self._experts()
-            case Meaning.EXPERT_GROUPS:
-                return EXPERT_GROUPS
-            case Meaning.CHOSEN_GROUPS:
-                return CHOSEN_GROUPS
             case Meaning.POSITIONS:
                 return value if _has_rope(config) else LEARNED_POSITIONS
-            case Meaning.WINDOW:
-                return WINDOW
-            case Meaning.STATE:
-                return STATE
             case Meaning.STATE_HEADS:
                 return self._inner() // self._state_head_size()
             case Meaning.STATE_HEAD_SIZE:
                 return self._state_head_size()
             case Meaning.STATE_WIDTH:
                 return self._inner()
-            case Meaning.STATE_GROUPS:
-                return STATE_GROUPS
-            case Meaning.CHUNK:
-                return CHUNK
-            case Meaning.LINEAR_KEY_HEADS:
-                return KEY_VALUE_HEADS
             case Meaning.LINEAR_VALUE_HEADS:
                 keys = _count(config.get("linear_num_key_heads")) or value
                 return KEY_VALUE_HEADS * min(value // keys, GROUPED_HEADS) if value >= keys else KEY_VALUE_HEADS
@@ -185,7 +182,7 @@ class _Sizes:
         experts = max(FEWEST_EXPERTS, 2 * chosen)
         groups = min(_first(self.config, Meaning.EXPERT_GROUPS) or 1, EXPERT_GROUPS)
         if groups > 1:
-            # Enough in the chosen groups for all experts of a token, and two in each, of which some routers add the scores.
+            # The chosen groups must hold all experts of a token. Each needs two, as some routers rank groups by two scores.
             experts = groups * max(2, -(-experts // groups), -(-chosen // CHOSEN_GROUPS))
         return experts
 
@@ -194,7 +191,7 @@ class _Sizes:
         return min(size, HEAD_SIZE)
 
     def _inner(self) -> int:
-        """Channels inside a recurrent layer: as many times those of the stream as in the model."""
+        """Return the number of channels inside a recurrent layer, in the same ratio to the stream as in the model."""
         config, width = self.config, self.width or WIDTH
         heads = _first(config, Meaning.STATE_HEADS) or _count(config.get("num_heads"))
         size = _first(config, Meaning.STATE_HEAD_SIZE) or _count(config.get("head_dim"))
@@ -204,7 +201,7 @@ class _Sizes:
         return max(HEAD_SIZE * STATE_GROUPS, round(inner / width * self.small_width / HEAD_SIZE) * HEAD_SIZE)
 
     def _unnamed(self, name: str, value: int) -> int:
-        """A field that is not known by its name, but may repeat a width."""
+        """Scale a field whose meaning is unknown, but which may repeat a width."""
         if name in _SMALL_COUNTS:
             return min(value, _SMALL_COUNTS[name])
         if name == "qk_head_dim" and self.has_low_ranks:
@@ -237,19 +234,19 @@ def _has_rope(config: Mapping[str, Any]) -> bool:
 
 
 def small_rope(value: Any, ratio: float) -> Any:
-    """Position settings whose lists have one number for each pair of channels, cut to `ratio` of their length or their sum."""
+    """Cut lists in position settings, which have one number per pair of channels, to `ratio` of their length or sum."""
     if not isinstance(value, Mapping):
         return value
     changed = {}
-    for name, each in value.items():
-        if isinstance(each, Mapping):
-            changed[name] = small_rope(each, ratio)
-        elif name in ("long_factor", "short_factor") and isinstance(each, list):
-            changed[name] = each[: max(1, round(len(each) * ratio))]
-        elif name == "mrope_section" and isinstance(each, list):
-            changed[name] = _scaled_sum(each, round(sum(each) * ratio))
+    for name, setting in value.items():
+        if isinstance(setting, Mapping):
+            changed[name] = small_rope(setting, ratio)
+        elif name in ("long_factor", "short_factor") and isinstance(setting, list):
+            changed[name] = setting[: max(1, round(len(setting) * ratio))]
+        elif name == "mrope_section" and isinstance(setting, list):
+            changed[name] = _scaled_sum(setting, round(sum(setting) * ratio))
         else:
-            changed[name] = each
+            changed[name] = setting
     return changed
 
 

@@ -1,1 +1,1 @@
-"""The training loop: one process per rank, run under the supervisor."""
+"""The training loop, which runs in one process per rank under the supervisor."""

@@ -1,6 +1,6 @@
-"""One rank: a script that torchrun runs in a fork of a process that has imported what the plan needs (roles/agent.py).
+"""One rank: torchrun runs this script in a fork of a process that has imported what the plan needs (roles/agent.py).
 
-`python -m finetune_trainer.train` does the same in a process of its own.
+`python -m finetune_trainer.train` does the same in a new process.
 """
 
 import argparse
@@ -35,9 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def die_with_agent() -> None:
-    """Have the kernel kill this process when its parent ends, which ends with torchrun's agent.
+    """Have the kernel kill this process when its parent ends; the parent ends with torchrun's agent.
 
-    Raises ThreadsAtForkError if the parent has more than one thread: a lock of another thread could stay locked here forever.
+    Raises ThreadsAtForkError if the parent has several threads: a lock that one of them held could stay locked here forever.
     """
     agent = multiprocessing.parent_process()
     die_with(os.getppid())
@@ -49,9 +49,7 @@ def die_with_agent() -> None:
 
 
 def set_threads() -> None:
-    """Set the number of threads that torchrun asks for. The library that reads its variable was loaded before the variable was
-    set.
-    """
+    """Set the number of threads that torchrun asks for. The library that reads the variable was loaded before it was set."""
     import torch
 
     if number := os.environ.get("OMP_NUM_THREADS"):
@@ -69,5 +67,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__" and (status := main()):
-    # A success returns, because torchrun waits for the return value of a script that it runs in a fork.
+    # After success this returns, because torchrun waits for the return value of a script that it runs in a fork.
     end(status)

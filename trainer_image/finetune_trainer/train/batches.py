@@ -1,4 +1,4 @@
-"""The sequences of a rank in each micro-step, and the next batch, which is built while the current one is computed."""
+"""The sequences of a rank in each micro-step. The next batch is built while the current one is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune_trainer.data.permutation import position
 
 
 def global_batch(step: int, global_batch_size: int, seed: int, num_sequences: int) -> list[int]:
-    """The sequences of optimizer step `step`: the next ones of the endless sequence of permuted epochs, whatever the rank."""
+    """The sequences of optimizer step `step` on all ranks together: the next ones in an endless series of shuffled epochs."""
     positions = range(step * global_batch_size, (step + 1) * global_batch_size)
     return [position(seed, number // num_sequences, number % num_sequences, num_sequences) for number in positions]
 
@@ -28,16 +28,16 @@ BatchPosition = tuple[int, int]
 
 
 class Prefetch(Generic[B]):
-    """Batches by position. A batch depends only on its position, so asking out of order only costs time."""
+    """Batches by position. A batch depends only on its position, so taking batches out of order only costs time."""
 
     def __init__(self, build: Callable[[int, int], B], micro_steps: int) -> None:
-        """build: step and micro-step -> batch. micro_steps: number in each step."""
+        """build: step and micro-step -> batch. micro_steps: number of micro-steps in a step."""
         self._build, self._micro_steps = build, micro_steps
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
         self._next: tuple[BatchPosition, Future[B]] | None = None
 
     def take(self, step: int, micro_step: int) -> tuple[B, float]:
-        """Return the batch, and the seconds spent waiting for it. Raises what building it raised."""
+        """Return the batch and the seconds spent waiting for it. Raises what building it raised."""
         started = time.monotonic()
         batch = self._next[1].result() if self._next and self._next[0] == (step, micro_step) else self._build(step, micro_step)
         waited = time.monotonic() - started

@@ -1,14 +1,12 @@
-"""The final checkpoint -> the trained adapter, or the trained model, in the formats that PEFT and transformers read.
+"""Convert the final checkpoint to the trained adapter or model, in the formats that PEFT and transformers read.
 
-The export reads the checkpoint's files instead of gathering from ranks. So there is one path for every kind of sharding, and what
-is exported is what was verified. Rank 0 does it alone. A whole model is written one tensor at a time, in the layout of
-merge/plan.py.
+The export reads the checkpoint's files instead of gathering from ranks. So all kinds of sharding take the same path, and what is
+exported is what was verified. Only rank 0 does it. A whole model is written one tensor at a time, in the layout of merge/plan.py.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,22 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, PreTrainedModel
 
 from finetune_job.api.method import MethodType
-from finetune_job.layout import OutputLayout
 from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
+from finetune_trainer.companion_files import companion_files
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
 from finetune_trainer.files import (
     CHAT_TEMPLATE_FILE,
     CODE_SUFFIX,
+    GENERATION_FILE,
     MANIFEST_FILE,
     TEMPLATES,
-    TEMPORARY_MARK,
     copy_within,
     file_sha256,
     licence_files,
-    publish_directory,
-    remove_tree,
+    replacing_directory,
     sync_file,
-    temporary_beside,
     tokenizer_files,
     write_durably,
 )
@@ -56,15 +52,9 @@ from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_on_meta, build_with_lazy_zeros, stored_dtype
 from finetune_trainer.model.load_shards import read_into, stored_by_name
 from finetune_trainer.release.adapter_check import TENSORS_KEY, tensor_descriptions
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, TensorHeader
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_FILE, TensorHeader
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
-_RESULTS = OutputLayout(Path())
-NOT_COPIED = (
-    *("*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.gguf", "config.json", "generation_config.json"),
-    *(".*", "README*", _RESULTS.provenance.name, _RESULTS.checksums.name, f"{_RESULTS.verification.stem}.*"),
-)
-"""Files of the base model that are not copied: weights, files that are written again, and files that describe only the base."""
 
 
 def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Mapping[str, torch.Tensor]) -> str:
@@ -72,25 +62,14 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
 
     fixed: tensors of the adapter or the model that are not trained, by stored name.
     """
-    final = context.workspace.adapter
-    for leftover in final.parent.glob(f"{final.name}{TEMPORARY_MARK}*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary = temporary_beside(final)
-    temporary.mkdir(parents=True)
-    try:
+    with replacing_directory(context.workspace.adapter) as directory:
         facts: dict[str, Any] = {"plan_sha256": context.plan_sha256, "step": manifest.step}
         if context.plan.method.type is MethodType.FULL:
-            _export_model(context, temporary, checkpoint, manifest, fixed)
+            _export_model(context, directory, checkpoint, manifest, fixed)
         else:
-            # Described from memory, so that the file is compared with what was trained and not with itself.
-            facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, temporary, checkpoint, manifest, fixed))
-        digest = _write_manifest(temporary, facts)
-        remove_tree(final)
-        publish_directory(temporary, final)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    return digest
+            # The description comes from memory, so that the file is compared with what was trained and not with itself.
+            facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, directory, checkpoint, manifest, fixed))
+        return _write_manifest(directory, facts)
 
 
 def _export_adapter(
@@ -128,7 +107,7 @@ def _export_adapter(
 
 
 def _write_chat_templates(context: RunContext, directory: Path) -> None:
-    """Write the chat templates of the training: the job's own, which tokenizers prefer to any other, or all of the base's."""
+    """Write the chat templates used in training: the job's, which tokenizers prefer to any other, or all of the base's."""
     if context.plan.data.chat_template is not None:
         (directory / CHAT_TEMPLATE_FILE).write_text(context.plan.data.chat_template)
         return
@@ -138,7 +117,7 @@ def _write_chat_templates(context: RunContext, directory: Path) -> None:
 
 
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other ones."""
+    """The adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other values."""
     if file_sha256(path) != manifest.origin.first_values:
         raise InvariantError(f"{path} is not what the checkpoint of step {manifest.step} was trained from")
     tensors: dict[str, torch.Tensor] = load_file(path)
@@ -151,7 +130,7 @@ def _export_model(
     dtype = resolve_dtypes(context.plan, stored_dtype(context.base_model)).save
     model = build_on_meta(context.plan, context.base_model)
     model.config.dtype = dtype
-    if (context.base_model / "generation_config.json").is_file():
+    if (context.base_model / GENERATION_FILE).is_file():
         model.generation_config = GenerationConfig.from_pretrained(context.base_model)
     headers = None if context.plan.model.allow_remote_code else stored_by_name(model, context.base_model)
     reader, max_shard_bytes = RangeReader(checkpoint, manifest), context.plan.merge.max_shard_bytes
@@ -159,9 +138,8 @@ def _export_model(
         _write_converted(model, reader, fixed, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
     else:
         write_tensor_by_tensor(model, reader, fixed, headers, directory, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    ignored = shutil.ignore_patterns(*NOT_COPIED)(str(context.base_model), [path.name for path in context.base_model.iterdir()])
-    for path in context.base_model.iterdir():
-        if path.is_file() and path.name not in ignored:
+    for path in companion_files(context.base_model):
+        if path.name != GENERATION_FILE:
             copy_within(path, context.base_model_root, directory / path.name)
     _write_chat_templates(context, directory)
 
@@ -175,7 +153,7 @@ def _write_converted(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write a model whose files hold other tensors than its parameters: transformers converts all of them at once, in memory."""
+    """Write a model whose files hold tensors other than its parameters. transformers converts all of them at once in memory."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tensors = {name: reader.whole(name).to(dtype) for name in reader.names}
     tensors |= fixed
@@ -185,7 +163,7 @@ def _write_converted(
 
 
 def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Second names of tied parameters, under which `save_pretrained` looks for them, too."""
+    """Tied parameters by their additional names, under which `save_pretrained` also looks for them."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: tensors[first_names[id(parameter)]]
@@ -217,7 +195,7 @@ def write_tensor_by_tensor(
 ) -> None:
     """Write configuration and weights of `model`, which is on the meta device; stored buffers come from `base`.
 
-    trained, fixed: the parameters. dtype: element type of the trained parameters in the files; the others keep that of `base`.
+    trained, fixed: its parameters. dtype: element type of trained parameters in the files; the rest keeps its type in `base`.
     Raises InvariantError if a tensor is missing, has another shape or is not finite, CheckpointError, OSError.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -240,8 +218,8 @@ def write_tensor_by_tensor(
                     read_into(base[output.name], 0, tensor.view(-1), kept)
                 file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     index = plan.index()
-    if index is not None and plan.index_file is not None:
-        (directory / plan.index_file).write_text(json.dumps(index, indent=2) + "\n")
+    if index is not None:
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.can_generate() and model.generation_config is not None:
@@ -250,7 +228,7 @@ def write_tensor_by_tensor(
 
 def check_names(found: Iterable[str], expected: Iterable[str]) -> None:
     """Check that the checkpoint holds exactly the model's parameters. Raises InvariantError."""
-    # Shapes and values are checked tensor by tensor; here an empty tensor stands for each name.
+    # Shapes and values are checked later, tensor by tensor. Here only names count, so all get the same empty tensor.
     nothing = torch.empty(0)
     check_saved(dict.fromkeys(found, nothing), dict.fromkeys(expected, (0,)))
 

@@ -1,7 +1,8 @@
 """The plan's optimizer over the trainable parameters.
 
-AdamW is torch's fused one on every device: on a CPU it takes a quarter of the time of the others, is as close to a computation in
-float64, and does not depend on where a tensor was cut. The other optimizers have no fused form and update all tensors at once.
+AdamW is torch's fused form on every device: on a CPU it takes a quarter of the time of the other forms, is as close to a
+computation in float64, and does not depend on where a tensor was cut. The other optimizers use torch's foreach form, which
+updates all tensors at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 
 
 def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.Optimizer:
-    """Build an optimizer that already has its (zero) state. Call this after sharding, with all pieces of this rank.
+    """Build an optimizer whose state exists and is zero. Call this after sharding, with all pieces of this rank.
 
     Raises ConfigError if FSDP 1 has put parameters with different settings into one flat parameter.
     """
@@ -54,21 +55,21 @@ def treatment(name: str, shape: tuple[int, ...], plan: RunPlan) -> tuple[float, 
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a parameter: to all but biases and normalisation weights, as in transformers' Trainer."""
+    """Whether weight decay applies to a parameter. As in transformers' Trainer, it spares biases and normalisation weights."""
     *parents, last = name.split(".")
     return not (last == "bias" or (len(shape) <= 1 and _NORMALISATION.search(".".join(parents).lower()) is not None))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` times each group's own scale from the next step on."""
+    """Set each group's learning rate to `rate` times its scale, from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group[_SCALE]
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW with the local tensors of FSDP 2's parameters, which gives the same bits.
+    """torch's AdamW, applied to the local tensors of FSDP 2's parameters, which gives the same bits.
 
-    Otherwise torch determines in each process how to distribute the step of hundreds of tensors, which is elementwise.
+    Otherwise torch would work out how to distribute the step for hundreds of tensors, although it is elementwise.
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[torch.Tensor]) -> bool:
@@ -86,7 +87,7 @@ def _optimizer(groups: list[dict[str, Any]], training: TrainingPlan) -> torch.op
         case OptimizerName.RADAM:
             return torch.optim.RAdam(groups, lr=rate, betas=betas, eps=epsilon, decoupled_weight_decay=True, foreach=True)
         case OptimizerName.SGD:
-            # torch's own weight decay of SGD goes through the momentum; here it is decoupled, as the field promises.
+            # In torch's SGD, weight decay goes through the momentum. Here it is decoupled, as the manifest's field promises.
             for group in groups:
                 group[_DECOUPLED] = group.pop("weight_decay")
             optimizer = torch.optim.SGD(groups, lr=rate, momentum=training.momentum, foreach=True)

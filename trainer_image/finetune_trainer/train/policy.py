@@ -1,7 +1,7 @@
 """Decisions of the training loop before and after each step: learning rate, evaluation, early stopping, loss scale.
 
 They are pure functions of the plan, the step and `RunState`, which every checkpoint holds, so a resumed run decides as an
-undisturbed one. This module needs no torch, since preflight asks for the number of steps, too.
+undisturbed one. This module imports no torch, since preflight also needs the number of steps.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ UNSCALED = 1.0
 FIRST_LOSS_SCALE = LossScale(factor=2.0**16)
 """First loss scale, as in torch.amp.GradScaler."""
 LARGEST_LOSS_SCALE = 2.0**24
-"""Losses are float32, and their sums over long batches must stay finite."""
+"""Maximum loss scale. Losses are float32, and their sums over long batches must stay finite."""
 LOSS_SCALE_GROWTH_STEPS = 2000
 """Number of steps without an overflow after which the factor is doubled, as in torch.amp.GradScaler."""
 
 
 def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
-    """Number of optimizer steps of a run. The last step of the last epoch is filled up from the next epoch's order."""
+    """Number of optimizer steps of a run. If the last step is not full, sequences of the next epoch fill it up."""
     if max_steps is not None:
         return max_steps
     return math.ceil((epochs or 0) * num_sequences / global_batch_size)
 
 
 def least_row_length(plan: RunPlan) -> int:
-    """Length to which shorter rows are padded. Layers are compiled for one length, and packed rows nearly have it."""
+    """Length to which shorter rows are padded: the maximum if layers are compiled for packed rows, which are nearly that long."""
     return plan.data.max_sequence_length if plan.training.compile and plan.data.packing else 1
 
 
 def warmup_steps(total: int, ratio: float) -> int:
-    """Number of steps in which the rate rises; always less than all."""
+    """Number of steps in which the rate rises; at least one step is left after them."""
     return min(_share(total, ratio), max(total - 1, 0))
 
 
 def _share(total: int, ratio: float) -> int:
-    """Share of steps, rounded up: 0.14 of 50 steps are 7, although the product of the two floats is a little more."""
+    """Share of the steps, rounded up, ignoring float error: 0.14 of 50 steps is 7, although 50 * 0.14 is slightly more than 7."""
     return math.ceil(total * ratio - 1e-9)
 
 
 def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
-    """Rate of step `step`, counted from 0. It is not 0 at the first step, so that each step trains.
+    """Learning rate of step `step`, counted from 0. It is not 0 in the first step, so that each step trains.
 
-    Warm-up: (step + 1) / warm-up steps, up to the peak. Then peak * (m + (1 - m) * `shape`), with m the least ratio. After the
-    warm-up this is transformers' `get_scheduler`; in the warm-up it is one step ahead of it, whose first rate is 0.
+    Warm-up: peak * (step + 1) / warm-up steps. Then peak * (m + (1 - m) * `schedule_shape`), with m the minimum ratio. After the
+    warm-up this equals transformers' `get_scheduler`. In the warm-up it is one step ahead, because that starts at 0.
     """
     warmup = warmup_steps(total, training.warmup_ratio)
     if step < warmup:
@@ -59,11 +59,11 @@ def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
 
 
 def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPlan) -> float:
-    """Shape of the schedule, which falls from 1 to at least 0: its value at `step` of `num_steps` steps after the warm-up.
+    """Value of the schedule at `step` of the `num_steps` steps after the warm-up. It starts at 1 and never falls below 0.
 
     With p = step / num_steps: constant 1; linear 1 - p; cosine (1 + cos(pi p)) / 2 (Loshchilov and Hutter, 2017, one period);
     inverse square root sqrt(t / (t + step)) with the time scale t = warm-up steps (Vaswani et al., 2017, section 5.3, as scaled
-    by transformers); warm-up stable decay 1, and linear over the last steps (Hu et al., 2024, section 4).
+    by transformers); warm-up stable decay: 1, then linear to 0 over the last steps (Hu et al., 2024, section 4).
     """
     match training.scheduler:
         case Scheduler.CONSTANT:
@@ -81,16 +81,16 @@ def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPla
 
 
 def is_evaluation_due(step: int, total: int, plan: EvaluationPlan) -> bool:
-    """Whether to evaluate after optimizer step `step`: before the first step (0), every so many steps, and after the last."""
+    """Whether to evaluate after step `step`: before the first step (0), every `every_steps` steps, and after the last step."""
     return step in (0, total) or (plan.every_steps is not None and step % plan.every_steps == 0)
 
 
 def after_evaluation(state: RunState, step: int, loss: float, plan: EvaluationPlan) -> tuple[RunState, bool]:
-    """The state after an evaluation, and whether the model after `step` is the best so far.
+    """The state after an evaluation, and whether the evaluated model is the best so far.
 
-    The base model, evaluated at step 0, is not a result that training could export, so it does not count. Each evaluation is
-    compared with the best before it, as in transformers' EarlyStoppingCallback: a loss that falls by no more than `min_delta` is
-    a new best, but not an improvement.
+    The base model, evaluated at step 0, does not count, because training cannot export it. Each evaluation is compared with the
+    best earlier one, as in transformers' EarlyStoppingCallback: a loss that falls by no more than `min_delta` is a new best, but
+    not an improvement.
     """
     if step == 0:
         return state.model_copy(update={"initial_eval_loss": loss, "eval_loss": loss}), False
@@ -113,12 +113,12 @@ def is_stopped_early(state: RunState, plan: EvaluationPlan) -> bool:
 
 
 def halved_loss_scale(factor: float) -> float | None:
-    """The loss scale to try after an overflow. None: the gradients are too large by themselves."""
+    """The loss scale to try after an overflow. None: the gradients are too large even without scaling."""
     return factor / 2 if factor > UNSCALED else None
 
 
 def next_loss_scale(before: LossScale, used: float) -> LossScale:
-    """The loss scale of the next step. used: the factor with which the gradients of this step were finite."""
+    """The loss scale of the next step. used: the factor with which this step's gradients were finite."""
     if used != before.factor:
         return LossScale(factor=used)
     if before.steps + 1 < LOSS_SCALE_GROWTH_STEPS:

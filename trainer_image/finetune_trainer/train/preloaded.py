@@ -1,16 +1,15 @@
-"""Importing this module imports the libraries that a rank needs, for the fork server of ranks.
+"""The fork server of ranks imports this module, which imports the libraries that a rank needs.
 
-Plans that may quantize their base do without it: importing bitsandbytes, which PEFT then does, initialises the device, and no
-fork could use the device afterwards.
+It is not used for plans that may quantize their base: PEFT would import bitsandbytes, which initialises the device, and then no
+fork could use the device.
 """
 
 import atexit
 import os
 
-from finetune_trainer.processes.start import compile_conversions, keep_bitsandbytes_out, preload
+from finetune_trainer.processes.start import keep_bitsandbytes_out, preload
 
-# The fork server has nothing to clean up, and libraries print leaks when an interpreter ends.
+# The fork server has nothing to clean up, and libraries would print leaks at the normal end of an interpreter.
 atexit.register(os._exit, 0)
 keep_bitsandbytes_out()
 preload("finetune_trainer.train.rank")
-compile_conversions()

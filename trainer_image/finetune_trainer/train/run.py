@@ -1,7 +1,7 @@
 """The training run of one rank: build, resume, loop, export.
 
-The loop asks pure functions what to do (`policy`), does it together with the other ranks, and informs the observer. Decisions
-depend only on the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
+Pure functions (`policy`) decide what the loop does; it does that together with the other ranks, and informs the observer.
+Decisions depend only on the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def train(  # noqa: PLR0917 - one place calls it
     heartbeat: Heartbeat,
     reached: DeviceFigures | None = None,
 ) -> dict[str, str]:
-    """Train to the last step, from the newest valid checkpoint if there is one; returns rank 0's facts for the report.
+    """Train to the last step, from the newest valid checkpoint if there is one. Returns facts for rank 0's report.
 
-    reached: what this rank's device reached in its test before the start; None: it was not tested.
-    Raises PreemptedError after a stop request, with the state saved, and any TrainerError.
+    reached: speeds of this rank's device in the test before the start; None: it was not tested. Raises PreemptedError after a
+    stop request, when the state is saved, and any other TrainerError.
     """
     stopwatch = Stopwatch(process_age_seconds())
     loop = _Loop(context, gang, stop, heartbeat)
@@ -89,7 +89,7 @@ class _Loop:
     def __init__(self, context: RunContext, gang: Gang, stop: StopRequest, heartbeat: Heartbeat) -> None:
         self.context, self.gang, self.stop, self.heartbeat = context, gang, stop, heartbeat
         self.plan = context.plan
-        # All ranks use the choices that the first rank reads; with different ones they would wait for each other.
+        # All ranks use the choices that the first rank reads. With different choices they could wait for each other forever.
         chosen = with_choices_of_preflight(self.plan, context.workspace.model_report) if gang.is_first else self.plan
         self.plan = RunPlan.model_validate_json(gang.from_first(chosen.model_dump_json(), str))
         training = self.plan.training
@@ -103,7 +103,7 @@ class _Loop:
         is_ordered = training.reduction is GradientReduction.ORDERED
         virtual = VirtualRanks(self.plan.parallelism.world_size, gang) if is_ordered else None
         if is_ordered and gang.device.type == "cpu":
-            # A product that threads share is summed in parts, one for each thread of a rank.
+            # With several threads, a product is summed in as many parts, so its bits would depend on their number.
             torch.set_num_threads(1)
         self.inputs = one_step.StepInputs(
             model=self.model.module,
@@ -137,7 +137,7 @@ class _Loop:
                 log.info("the first parameters are those of the checkpoint %s", start)
 
     def _first_values(self) -> str | None:
-        """Digest of the first values of adapters that start from the base's weights, which preflight has normally computed."""
+        """Digest of the first values, if adapters start from the base's weights. Normally preflight has computed these values."""
         lora, path = self.plan.method.lora, self.context.workspace.first_values
         if lora is None or not lora.starts_from_base:
             return None
@@ -153,7 +153,7 @@ class _Loop:
         return self.step >= last or policy.is_stopped_early(self.state, self.plan.evaluation)
 
     def run(self, observer: Observer) -> None:
-        """All steps that are left."""
+        """Do all steps that are left."""
         if self.data.validation is not None and self.state.initial_eval_loss is None:
             self._evaluate(observer, self.data.validation)
             observer.evaluated_before_start(self.state)
@@ -184,9 +184,9 @@ class _Loop:
         is_evaluated = is_best = False
         if self.data.validation is not None and policy.is_evaluation_due(self.step, self.total, evaluation):
             is_evaluated, is_best = True, self._evaluate(observer, self.data.validation)
-        # Saved at once, since these weights are soon overwritten.
+        # A new best model is saved at once, since its weights are soon overwritten.
         is_kept = is_best and evaluation.load_best_model_at_end
-        # Called after every step, because the ranks decide together.
+        # `due` is called after every step, because all ranks must call it.
         is_due = self.checkpoints.due(self.step, observer.interval_for_losses())
         is_saved = is_due or is_kept or result.stop or self.has_ended
         observer.stepped(
@@ -245,9 +245,9 @@ class _Loop:
         return max(self.gang.gather(peak_memory_bytes(self.gang.device), int))
 
     def finish(self, observer: Observer) -> dict[str, str]:
-        """Export the result; returns rank 0's facts, none on other ranks."""
+        """Export the result. Returns facts for the report on rank 0, and nothing on other ranks."""
         if self.context.until_step is not None:
-            # Only the state of this step was asked for, and it is saved.
+            # Only the state after this step was requested, and it is saved.
             return observer.facts()
         with observer.during(Activity.CHECKPOINT):
             checkpoint = self.checkpoints.finished()
@@ -269,9 +269,7 @@ class _Loop:
 
 
 class StopRequest:
-    """A request to stop, made by SIGTERM. Ranks agree on it together with the loss, so none stops in the middle of a
-    collective.
-    """
+    """A request by SIGTERM to stop. Ranks agree on it when they sum the loss, so none stops in the middle of a collective."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -281,10 +279,10 @@ class StopRequest:
         signal.signal(signal.SIGTERM, self._on_signal)
 
     def leave(self) -> None:
-        """Let SIGTERM end this process again, and at once if it came before.
+        """Let SIGTERM kill this process again; if SIGTERM has already arrived, kill it now.
 
-        Otherwise a rank that has succeeded would wait for torch's agent while the agent, asked to stop, waits for its ranks,
-        until the agent's shutdown timeout.
+        Otherwise a rank that has succeeded and torch's agent, which was asked to stop, would wait for each other until the
+        agent's shutdown timeout.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.requested:

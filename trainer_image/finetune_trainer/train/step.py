@@ -1,6 +1,6 @@
-"""One optimizer step, and the loss on the held-out sequences: what all ranks compute together.
+"""An optimizer step, and the loss on the held-out sequences, which all ranks compute together.
 
-Each forward pass of training is seeded by its step, micro-step and rank, so a resumed run draws the same random numbers.
+The seed of each forward pass in training depends on step, micro-step and rank, so a resumed run gets the same random numbers.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ class StepBatches:
     """The batches of one rank, step by step."""
 
     def __init__(self, data: Split[Any], training: TrainingPlan, gang: Gang, virtual: VirtualRanks | None = None) -> None:
-        """virtual: virtual ranks, of which this rank computes several one after the other; None: it computes only its own
-        part.
-        """
+        """virtual: virtual ranks, of which this rank may compute several in turn; None: it computes only its own part."""
         self.data, self.virtual = data, virtual
         self._training, self._gang = training, gang
-        # Both the loop and the prefetching thread call it, which may be a step ahead.
+        # Called by the loop and by the prefetching thread, which may be one step ahead.
         self.sequences = lru_cache(maxsize=2)(self._sequences)
         self._prefetch: Prefetch[Any] = Prefetch(
             self._batch, training.gradient_accumulation_steps * (virtual.rounds if virtual else 1)
@@ -56,9 +54,7 @@ class StepBatches:
         return global_batch(step, self._training.global_batch_size, self._training.seed, self.data.num_sequences)
 
     def take(self, step: int, micro_step: int, number: int = 0) -> tuple[Any, float]:
-        """Take this rank's part of a micro-step, in round `number` of its virtual ranks; returns it and the seconds spent
-        waiting.
-        """
+        """Return this rank's batch of a micro-step and the seconds spent waiting for it. number: round of its virtual ranks."""
         return self._prefetch.take(step, number * self._training.gradient_accumulation_steps + micro_step)
 
     def _batch(self, step: int, position: int) -> Any:
@@ -74,7 +70,7 @@ class StepTotals:
     """Totals of the forward and backward passes of one step on this rank."""
 
     losses: torch.Tensor
-    """[N] float64, one for each virtual rank that counts here; [1] without virtual ranks."""
+    """Losses, float64: [N], one for each virtual rank that counts on this rank; [1] without virtual ranks."""
     tokens: int = 0
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
@@ -102,9 +98,9 @@ def optimizer_step(
     stop_requested: bool,
     loss_scale: float = UNSCALED,
 ) -> StepResult:
-    """Do step `step` (counted from 0). Raises NonFiniteError on all ranks alike, before any weight is changed.
+    """Do step `step`, counted from 0. Raises NonFiniteError on all ranks, before any weight is changed.
 
-    loss_scale: if gradients overflow with it, they are computed again with half of it.
+    loss_scale: factor of the loss. If gradients overflow, they are computed again with half the factor.
     """
     model, batches, gang, max_norm = inputs.model, inputs.batches, inputs.gang, inputs.training.max_grad_norm
     clock = _Clock(gang.device)
@@ -116,11 +112,11 @@ def optimizer_step(
         done = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
         data_seconds += done.data_seconds
         gradients = local_gradients(model)
-        # The only place in a step where the host waits for the device.
+        # This is the only place in a step where the host waits for the device.
         *losses, squares = torch.cat([done.losses, squared_norm(gradients, gang.device).double().view(1)]).tolist()
         local_loss = summed_in_order(losses, virtual) if virtual else losses[0]
         if virtual and not gang.is_first:
-            # Every rank already has the whole sums.
+            # Every rank already has the sums over all virtual ranks, so only the first rank contributes them.
             local_loss = squares = 0.0
         by_rank = [0.0] * gang.world_size
         by_rank[gang.rank] = clock.seconds(data_seconds)
@@ -138,7 +134,7 @@ def optimizer_step(
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
     factor = (max_norm / norm if 0 < max_norm < norm else 1.0) / scale
-    # A rank may hold no element of any trained parameter.
+    # Without gradients: a rank may hold no element of any trained parameter.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
@@ -158,7 +154,7 @@ def optimizer_step(
 
 
 def compute_gradients(inputs: StepInputs, *, step: int, weight: float) -> StepTotals:
-    """Do all forward and backward passes of a step. Gradients are added to existing ones. weight: factor of each term."""
+    """Do all forward and backward passes of a step. They add to existing gradients. weight: factor of each term."""
     passes = partial(_passes, inputs, step=step, weight=weight)
     virtual = inputs.batches.virtual
     return passes() if virtual is None else _ordered(passes, inputs.model, virtual)
@@ -169,8 +165,8 @@ def _passes(
 ) -> StepTotals:
     """Do forward and backward passes for each micro-step.
 
-    weight: factor of each term. rank, number: the virtual rank whose part this is, and its round; unset: the gang's own rank.
-    ends_step: whether this is the last round.
+    weight: factor of each term. rank, number: the virtual rank whose part is computed, and its round; unset: this rank's own
+    part. ends_step: whether this is the last round.
     """
     model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
     done = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
@@ -190,7 +186,7 @@ def _passes(
 
 
 def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: VirtualRanks) -> StepTotals:
-    """Run `passes` for each virtual rank in turn. Gradients are then the sums over all of them, on every rank."""
+    """Run `passes` for each of this rank's virtual ranks in turn; then set gradients to the sums over all virtual ranks."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients, totals, data_seconds = [], [], 0.0
     for number in range(virtual.rounds):
@@ -211,7 +207,7 @@ def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: Virtu
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every gradient. Sharded parts of different ranks do not overlap."""
+    """This rank's part of every gradient. The sharded parts of different ranks do not overlap."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return [gradient for gradient in local if gradient.numel()]
@@ -226,7 +222,7 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
 
 
 class _Clock:
-    """Measures the time that this rank computes, from its creation on."""
+    """Measures the time that this rank spends computing, from the creation of the clock on."""
 
     def __init__(self, device: torch.device) -> None:
         self._now = time.thread_time if device.type == "cpu" else time.monotonic
@@ -234,7 +230,7 @@ class _Clock:
         self._started = self._now()
 
     def seconds(self, waited: float) -> float:
-        """Computing time so far. waited: seconds of it that were spent waiting for batches."""
+        """Computing time so far. waited: seconds spent waiting for batches, which are not counted."""
         return self._now() - self._started - (waited if self._waits_count else 0.0)
 
 
@@ -248,7 +244,7 @@ def held_out_loss(
     autocast: torch.dtype | None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean loss over all held-out terms. The model is left in training mode. Called by all ranks together."""
+    """Mean loss over all held-out terms. Leaves the model in training mode. All ranks call this together."""
     rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
     terms = objective.num_terms(data, range(data.num_sequences))
     losses = torch.zeros(rounds * gang.world_size, dtype=torch.float64, device=gang.device)
@@ -256,7 +252,7 @@ def held_out_loss(
         for number in range(rounds):
             first = (number * gang.world_size + gang.rank) * micro_batch_size
             sequences = list(range(first, min(first + micro_batch_size, data.num_sequences)))
-            # A rank without sequences still computes one, because all ranks must take part in gathering parameters.
+            # A rank that has no sequence left still computes one, because all ranks must take part in gathering parameters.
             loss = objective.weighted_loss(model, data.batch(sequences or [0]), 1.0, gang.device, autocast)
             if sequences:
                 losses[number * gang.world_size + gang.rank] = loss
@@ -275,7 +271,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
-    """A seed of 63 bits; similar arguments give unrelated seeds."""
+    """A 63-bit seed for a forward pass. Similar arguments give unrelated seeds."""
     text = f"{seed}/{step}/{micro_step}/{rank}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 

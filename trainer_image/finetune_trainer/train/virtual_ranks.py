@@ -1,8 +1,8 @@
-"""Virtual ranks: the fixed parts of a global batch, and gradients summed in their order, on any number of ranks.
+"""Virtual ranks: the fixed parts of a global batch, whose gradients are summed in a fixed order on any number of ranks.
 
-With an ordered reduction the plan's ranks are virtual. A gang of any size up to their number divides them into runs of
-neighbours. The random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of
-all in the order of their numbers, so the sum has the same bits for every size of the gang.
+With an ordered reduction, the plan's ranks are virtual. Each rank of a gang, which may have fewer ranks, computes consecutive
+ones. Random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of all in the
+order of their numbers, so the sum has the same bits for every size of the gang.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_trainer.ranks.gang import Gang
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """`count` virtual ranks on a gang of at most as many ranks."""
+    """`count` virtual ranks, computed by a gang of at most `count` ranks."""
 
     count: int
     gang: Gang
@@ -31,14 +31,14 @@ class VirtualRanks:
             raise InvariantError(f"{self.gang.world_size} ranks cannot share {self.count} virtual ranks")
 
     def of(self, rank: int) -> range:
-        """The virtual ranks that this rank computes; at least one."""
+        """The virtual ranks that rank `rank` computes; at least one."""
         return range(rank * self.count // self.gang.world_size, (rank + 1) * self.count // self.gang.world_size)
 
     @property
     def rounds(self) -> int:
-        """Number of virtual ranks that each rank computes, one after the other.
+        """Number of rounds, in each of which every rank computes one virtual rank.
 
-        A rank with fewer computes its last one again and drops it, since all ranks must take part in gathering parameters.
+        A rank with fewer virtual ranks computes its last one again and drops the result, since gathering takes all ranks.
         """
         return -(-self.count // self.gang.world_size)
 
@@ -49,7 +49,7 @@ class VirtualRanks:
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """(values of all parameters,) float32, zero for parameters without a gradient. The parameters' gradients are released."""
+    """Join all gradients as float32 [values], with zeros for parameters that have none, and release the parameters' gradients."""
     parts = []
     for parameter in parameters:
         values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -59,16 +59,15 @@ def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def take_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """Set the parameters' gradients from `flat`, in the order of `flat_gradients` and in the parameters' element types."""
+    """Set the parameters' gradients, in the parameters' element types, from `flat`, in the order of `flat_gradients`."""
     for parameter, values in zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True):
         parameter.grad = values.view(parameter.shape).to(parameter.dtype)
 
 
 def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Tensor:
-    """The sum over all virtual ranks in the order of their numbers, with the same bits on every rank and for every size of the
-    gang.
+    """Add gradients of all virtual ranks in the order of their numbers, with the same bits on every rank and in every gang.
 
-    own: gradients of each virtual rank that counts here, in order, (values,) float32. Called by all ranks together.
+    own: gradients [values] of each virtual rank that counts on this rank, in order, float32. All ranks call this together.
     """
     total = torch.empty_like(own[0])
     world_size = virtual.gang.world_size
@@ -89,9 +88,9 @@ def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Ten
 
 
 def summed_in_order(own: Sequence[float], virtual: VirtualRanks) -> float:
-    """The float64 sum of one value of each virtual rank, in the order of their numbers. Called by all ranks together.
+    """Add one float64 value per virtual rank in the order of their numbers. All ranks call this together.
 
-    own: values of each virtual rank that counts here, in order.
+    own: the values of the virtual ranks that count on this rank, in order.
     """
     values = [0.0] * virtual.count
     first = virtual.of(virtual.gang.rank).start

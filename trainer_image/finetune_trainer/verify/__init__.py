@@ -1,4 +1,4 @@
-"""Checks that the merged model is the adapter's model: tensors against fp64, then logits against base + adapter, then a gate.
+"""Checks that a merged model computes what base + adapter compute: first by tensors, then by logits and a gate.
 
 The entry point is `finetune_trainer.verify.verification.verify_merge`.
 """

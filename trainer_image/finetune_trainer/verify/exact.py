@@ -1,8 +1,8 @@
-"""Rows of one merged matrix in fp64, with the error that rounding explains. Deliberately shares no arithmetic with the merge.
+"""Computes rows of one merged matrix in fp64, and the error that rounding explains. Shares no arithmetic with the merge.
 
 The formulas are PEFT's as documented: W + scaling * B@A, DoRA's m * (W + scaling * B@A) / ||W + scaling * B@A||, sums and
-replaced rows. Changes that only PEFT's own layers can merge (ModuleMerge) have no formula here; such tensors rest on the
-comparison of logits.
+replaced rows. Changes that only PEFT's own layers can merge (ModuleMerge) have no formula here; only the comparison of logits
+covers such tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 _FP32 = UNIT_ROUNDOFF["float32"]
 _NORM_ROWS = 512
-"""Rows that are computed at a time if norms need all of them."""
+"""Number of rows that are computed at a time for norms over all rows."""
 _Values = tuple[torch.Tensor, torch.Tensor]
-"""Exact values and the allowed errors, both (rows, columns) in fp64."""
+"""Exact values and allowed errors, both of shape (rows, columns) in fp64."""
 
 
 def has_formula(changes: Sequence[Change]) -> bool:
@@ -31,7 +31,7 @@ def has_formula(changes: Sequence[Change]) -> bool:
 
 
 class ExactMatrix:
-    """Matrix number `index` of a tensor of (rows, columns) each, after `changes`."""
+    """Matrix number `index` of a tensor, after `changes`; each matrix of the tensor has shape `shape`."""
 
     def __init__(
         self,
@@ -47,13 +47,13 @@ class ExactMatrix:
         self._source, self._index, self._shape, self._changes = source, index, shape, tuple(changes)
         self._held, self._out = held, out
         self._held_roundoff = torch.finfo(held).eps / 2
-        # Smallest distance of subnormal float16 numbers; other dtypes have such small numbers that it does not matter.
+        # Distance between subnormal float16 numbers. In other dtypes this distance is too small to matter.
         self._floor = 2.0**-24 if torch.float16 in (held, out) or source.dtype == "F16" else 1e-37
         self._norms: dict[int, torch.Tensor] = {}
         self._unpacked: torch.Tensor | None = None
 
     def rows(self, chosen: Sequence[int]) -> _Values:
-        """Values and allowed errors of the chosen rows of the finished matrix."""
+        """Return values and allowed errors of the chosen rows of the finished matrix."""
         values, errors = self._after(len(self._changes), chosen)
         if self._out is not self._held:
             errors = errors + torch.finfo(self._out).eps / 2 * 1.01 * values.abs()
@@ -64,7 +64,16 @@ class ExactMatrix:
             values = read_rows(self._source, self._index, self._shape, chosen).to(self._held).double()
             return values, torch.zeros_like(values)
         change = self._changes[count - 1]
-        values, errors = self._before(change, count, chosen)
+        if isinstance(change, Quantization):
+            if self._unpacked is None:
+                # This imports bitsandbytes, so it happens only if a base was quantized.
+                from finetune_trainer.merge.steps.quantization import dequantized
+
+                whole = read_rows(self._source, self._index, self._shape, range(self._shape[0]))
+                self._unpacked = dequantized(whole, change)
+            values = self._unpacked[list(chosen)].to(self._held).double()
+            return values, self._held_roundoff * 1.01 * values.abs()
+        values, errors = self._after(count - 1, chosen)
         match change:
             case LowRank():
                 values, errors = self._low_rank(change, count, chosen, values, errors)
@@ -82,18 +91,6 @@ class ExactMatrix:
                 pass
         return values, errors + self._held_roundoff * 1.01 * values.abs()
 
-    def _before(self, change: Change, count: int, chosen: Sequence[int]) -> _Values:
-        if not isinstance(change, Quantization):
-            return self._after(count - 1, chosen)
-        if self._unpacked is None:
-            # Imports bitsandbytes, so only if a base was quantized.
-            from finetune_trainer.merge.steps.quantization import dequantized
-
-            whole = read_rows(self._source, self._index, self._shape, range(self._shape[0]))
-            self._unpacked = dequantized(whole, change)
-        values = self._unpacked[list(chosen)].to(self._held).double()
-        return values, torch.zeros_like(values)
-
     def _low_rank(
         self, change: LowRank, count: int, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor
     ) -> _Values:
@@ -107,22 +104,18 @@ class ExactMatrix:
             inherited = summed_errors.norm(dim=1, keepdim=True) / norms
         else:
             if count not in self._norms:
-                self._norms[count] = self._norms_of_columns(change, count)
+                squares = torch.zeros(self._shape[1], dtype=torch.float64)
+                for first in range(0, self._shape[0], _NORM_ROWS):
+                    block = range(first, min(first + _NORM_ROWS, self._shape[0]))
+                    squares += (self._sum(change, block, *self._after(count - 1, block))[0] ** 2).sum(dim=0)
+                self._norms[count] = squares.sqrt()
             factor, num_terms = (magnitude / self._norms[count]).unsqueeze(0), self._shape[0]
             inherited = torch.tensor(0.0 if count == 1 else self._held_roundoff, dtype=torch.float64)
         result = summed * factor
         return result, summed_errors * factor.abs() + ((16 + num_terms / 64) * _FP32 + inherited) * result.abs()
 
-    def _norms_of_columns(self, change: LowRank, count: int) -> torch.Tensor:
-        squares = torch.zeros(self._shape[1], dtype=torch.float64)
-        for first in range(0, self._shape[0], _NORM_ROWS):
-            block = range(first, min(first + _NORM_ROWS, self._shape[0]))
-            summed, _ = self._sum(change, block, *self._after(count - 1, block))
-            squares += (summed**2).sum(dim=0)
-        return squares.sqrt()
-
     def _sum(self, change: LowRank, chosen: Sequence[int], values: torch.Tensor, errors: torch.Tensor) -> _Values:
-        """W + scaling * B@A, which PEFT computes in fp32: a sum of r products, the scaling, the addition."""
+        """Compute W + scaling * B@A. PEFT rounds to fp32 in a sum of r products, in the scaling and in the addition."""
         left, right = self._factors(change, list(chosen))
         delta = change.scaling * (left @ right)
         rank = left.shape[1]
@@ -132,7 +125,7 @@ class ExactMatrix:
         return values + delta, errors + error + 2 * _FP32 * (values.abs() + delta.abs())
 
     def _factors(self, change: LowRank, chosen: list[int]) -> _Values:
-        """(rows, r) and (r, columns), whose product has the orientation of the `chosen` rows of the stored matrix."""
+        """Return factors (rows, r) and (r, columns), whose product is oriented like the `chosen` rows of the stored matrix."""
         a, b = _load(change.a), _load(change.b)
         a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
         part = change.part
@@ -149,7 +142,7 @@ class ExactMatrix:
 
 
 def read_rows(tensor: TensorHeader, index: int, shape: tuple[int, int], chosen: Sequence[int]) -> torch.Tensor:
-    """Rows `chosen` of matrix `index` of a stored tensor, (rows, columns) in its own dtype. Raises BrokenCheckpointError."""
+    """Read the `chosen` rows of matrix `index` of a stored tensor, in the tensor's dtype. Raises BrokenCheckpointError."""
     dtype = TORCH_DTYPES[tensor.dtype]
     row_bytes = shape[1] * dtype.itemsize
     start = tensor.offset + index * shape[0] * row_bytes
@@ -165,7 +158,7 @@ def read_rows(tensor: TensorHeader, index: int, shape: tuple[int, int], chosen: 
 
 @lru_cache(maxsize=8)
 def _load(tensor: TensorHeader) -> torch.Tensor:
-    """Load an adapter's tensor. It is kept for the next few matrices, because all experts of a layer share their factors."""
+    """Load an adapter's tensor, and keep it for the next few matrices, because all experts of a layer share their factors."""
     return read_rows(tensor, 0, (1, tensor.num_bytes // TORCH_DTYPES[tensor.dtype].itemsize), [0]).view(tensor.shape)
 
 
@@ -175,5 +168,5 @@ def is_zero(tensor: TensorHeader) -> bool:
 
 
 def clear_adapter_cache() -> None:
-    """Drop the cached tensors, whose files may change."""
+    """Drop the cached tensors, since their files may change."""
     _load.cache_clear()

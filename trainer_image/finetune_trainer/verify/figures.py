@@ -1,6 +1,6 @@
-"""Figures of two models' logits from files: differences, divergences, the most likely tokens.
+"""Figures that compare the logits of models: differences, divergences, and agreement on the most likely token.
 
-In: files of logits, prompt by prompt. Out: LogitFigures. Knows nothing of models. Called by logits.py.
+In: files of logits, prompt by prompt. Out: LogitFigures. This module knows no models; logits.py calls it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from finetune_trainer.verify.gate import TIE_UNITS, UNIT_ROUNDOFF, LogitFigures,
 from finetune_trainer.weights.rounding import dtype_name
 
 VALUES_AT_ONCE = 1 << 17
-"""Logits that each thread holds in fp64 at a time, several times over: few enough to stay in a processor's cache."""
+"""Number of logits that a thread holds in fp64 at a time, in several copies: few enough for a processor's cache."""
 
 
 @dataclass(frozen=True)
 class LogitsFile:
-    """Logits in a file: (positions, vocabulary)."""
+    """A file of logits of shape (positions, vocabulary)."""
 
     file: Path
     num_positions: int
@@ -34,7 +34,7 @@ class LogitsFile:
         return self.file.stat().st_size // self.dtype.itemsize // self.num_positions
 
     def positions(self, first: int, last: int) -> torch.Tensor:
-        """Logits of some positions, fp32 (last - first, vocabulary)."""
+        """Read the logits from position `first` up to `last`, in fp32: (last - first, vocabulary)."""
         size = self.vocabulary * self.dtype.itemsize
         raw = np.fromfile(self.file, dtype=np.uint8, count=(last - first) * size, offset=first * size)
         return torch.from_numpy(raw).view(self.dtype).view(last - first, -1).float()
@@ -42,24 +42,24 @@ class LogitsFile:
 
 @dataclass(frozen=True)
 class PromptFigures:
-    """Figures of one prompt, each of (positions,). divergences: KL(reference || merged). effects: KL(reference || base)."""
+    """Figures of one prompt, of shape (positions,). divergences: KL(reference || merged). effects: KL(reference || base)."""
 
     differences: torch.Tensor
-    """The largest difference at each position."""
+    """Largest difference between logits of reference and merged model, at each position."""
     largest: torch.Tensor
-    """The largest logit of the reference at each position."""
+    """Largest absolute logit of the reference, at each position."""
     divergences: torch.Tensor
     effects: torch.Tensor
     agrees: torch.Tensor
 
 
 def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile, LogitsFile]]) -> list[PromptFigures]:
-    """Figures of each prompt. prompts: for each, the logits of reference, base and merged model."""
+    """Return the figures of each prompt. prompts: for each prompt, the logits of reference, base and merged model."""
     return map_in_threads(_figures_of_prompt, prompts)
 
 
 def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> PromptFigures:
-    """files: of reference, base and merged model. A vocabulary of another size gives NaN, which passes no gate."""
+    """files: logits of reference, base and merged model. Vocabularies of different sizes give NaN, which passes no gate."""
     reference, base, merged = files
     tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[dtype_name(logits.dtype)] for logits in (reference, merged))
     if reference.vocabulary != merged.vocabulary:
@@ -78,9 +78,9 @@ def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> Prom
 
 
 def figures_together(prompts: Sequence[PromptFigures], *, chooses_experts: bool) -> LogitFigures:
-    """Combined figures of all prompts, of which there is at least one."""
+    """Combine the figures of all prompts; there must be at least one prompt."""
     share = judged_share(chooses_experts=chooses_experts)
-    # torch's maximum keeps a NaN at any position, Python's drops one that comes second.
+    # torch's maximum keeps a NaN at any place; Python's drops a NaN that comes second.
     differences = torch.cat([prompt.differences for prompt in prompts])
     agrees = torch.cat([prompt.agrees for prompt in prompts])
     return LogitFigures(
@@ -97,7 +97,7 @@ def figures_together(prompts: Sequence[PromptFigures], *, chooses_experts: bool)
 
 
 def _kl(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
-    """KL(reference || other) at each position for each other, in nats, from logits (positions, vocabulary)."""
+    """Return KL(reference || other) at each position, in nats, for each of `others`, from logits (positions, vocabulary)."""
     first = reference.double()
     total = first.logsumexp(dim=1, keepdim=True)
     probabilities = (first - total).exp_()
@@ -105,14 +105,14 @@ def _kl(reference: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
     for other in others:
         second = other.double()
         total_of_second = second.logsumexp(dim=1)
-        # A token that the model rules out has the logit -inf in both and adds nothing.
+        # A token that both models rule out has the logit -inf in both, and adds nothing.
         terms = torch.sub(first, second, out=second).masked_fill_(first.isneginf() & other.isneginf(), 0.0).mul_(probabilities)
         divergences.append(terms.sum(dim=1) - total.squeeze(1) + total_of_second)
     return divergences
 
 
 def mean_of_least(values: torch.Tensor, share: float) -> float:
-    """Mean of the smallest values, which are this share of all; NaN if any value is NaN."""
+    """Return the mean of the smallest values that make up this share of all values; NaN if any value is NaN."""
     if values.isnan().any():
         return math.nan
     return float(values.sort().values[: math.ceil(share * len(values))].mean())

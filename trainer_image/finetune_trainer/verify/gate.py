@@ -1,42 +1,8 @@
-"""Limits for the distance of a merged model's logits from base + adapter, and the verdict over measured figures.
+"""Limits for how far a merged model's logits may be from those of base + adapter, and the verdict on measured figures.
 
-In: figures and a VerificationGate. Out: the reasons why it fails, empty when it passes. Called by verification.py.
+In: figures and a VerificationGate. Out: the reasons why the model fails; none if it passes. Called by verification.py.
 
-Where the thresholds come from. Base + adapter keeps B@A apart in fp32; the merged weight is rounded once to its dtype, a relative
-error of at most u per weight (bfloat16 2**-8, float16 2**-11, float32 2**-24), and both models round their activations to the
-same u. Logits are sums over thousands of such terms, so their errors are of the order of u times the largest logit, times a
-factor for depth: 24 u for bfloat16 and float16. The Kullback-Leibler divergence grows with the square of the error, hence by 64
-between bfloat16 and float16.
-
-Single positions can be far worse conditioned than that: where what a layer adds nearly cancels what it is added to, or what a
-norm then divides by is small, rounding alone changes the logits by much. So nine of ten positions are judged, not all, by
-difference and by divergence: a merge that is wrong is wrong nearly everywhere. And one position with another most likely token is
-excused, which may be more than 1% of them.
-
-Measured with merges into random models (Llama, Qwen2, GPT-2, 256 wide; LoRA and DoRA on all linear layers; 2,000 tokens, 384
-positions, two seeds of LoRA), as a range over the models of that depth:
-
-layers 2 16 to 32 32, weights three times as large right merges: largest difference, of the largest logit bfloat16, float16, in u
-1.7 to 2.7 2.9 to 7.0 5.0 to 12.8 nine positions of ten 1.3 to 2.0 2.5 to 4.3 4.0 to 9.2 float32 8 to 12 11 to 21 16 to 65 nine
-positions of ten 6 to 9 8 to 14 13 to 39 mean divergence of all positions, bfloat16 4e-6 8e-6..2e-5 1.4e-4..7e-4 float16 6e-8
-1.3e-7..3e-7 2e-6..1.1e-5 float32 2e-14 2e-14..3e-14 3e-13..3e-12 half the adapter, or none of it in the first layer bfloat16, in
-u, nine positions of ten 30 to 84 64 to 178 147 to 214
-
-and with an ill-conditioned one (Qwen3 of 2 layers, after 3 steps of LoRA+ in float16; 204 positions): base + adapter in float16
-and the same in float32 are up to 0.08 of the largest logit apart, 0.0006 (1.2 u) at nine positions of ten; its right merge into
-bfloat16 0.5, and 0.005 (1.4 u).
-
-So a right merge uses at most two fifths of the first threshold and a seventh of the second, which leaves room for models of more
-layers and for the larger extremes of more tokens. Eight-bit quantisation, which users see as lossless, has a mean divergence
-around 1e-3.
-
-If layers choose experts for each token, rounding sends one that is near a tie elsewhere, and its logits change by as much as
-those experts differ. So the median position is judged there, by two thirds of the threshold. Measured in the same way (Mixtral
-with 8 experts, 2 of them chosen; GPT-OSS with 16 and 4; random routers, which have far more ties than trained ones; 384
-positions; bfloat16), right merges, and merges of half the adapter, as a range over 2 and 16 layers:
-
-right half the adapter largest difference 0.06 to 0.72 0.21 to 0.68 of the largest logit at the median position 0.005 to 0.043
-0.05 to 0.23 (0.081 with 16 layers of weights three times as large, which fail)
+docs/explanation/decisions/0005-merge-in-two-names.md explains where the thresholds come from and what was measured.
 """
 
 from dataclasses import dataclass
@@ -44,21 +10,21 @@ from dataclasses import dataclass
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
 JUDGED_SHARE, JUDGED_SHARE_OF_EXPERTS = 0.9, 0.5
-"""Share of positions, those with the smallest differences, that are judged; the second if layers choose experts."""
+"""Share of positions that are judged, those with the smallest differences; the second value if layers choose experts."""
 EXPERTS_ALLOWANCE = 2 / 3
 """Factor on max_relative_difference if layers choose experts."""
 TIE_UNITS = 4
-"""Tokens count as tied if their logits are at most this many unit roundoffs of the position's largest logit apart."""
+"""Maximum distance between the logits of tied tokens, in unit roundoffs of the position's largest logit."""
 
 
 @dataclass(frozen=True)
 class LogitFigures:
-    """Merged model against base + adapter over all positions of all prompts.
+    """Figures that compare a merged model with base + adapter, over all positions of all prompts.
 
-    mean_kl: KL(base + adapter || merged), nats per position, over the judged share of positions, those that diverge least.
-    effect_mean_kl: the same of KL(base + adapter || base), the effect of the adapter at all. top1_agreement: share of positions
-    whose most likely token under the merged model is the most likely one under base + adapter, or tied with it (TIE_UNITS).
-    usual_abs_difference: the largest difference at the judged share of positions.
+    mean_kl: mean of KL(base + adapter || merged) in nats, over the judged share of positions: those that diverge least.
+    effect_mean_kl: the same mean of KL(base + adapter || base), which is the adapter's effect. top1_agreement: share of positions
+    at which both find the same token most likely, or tied tokens (TIE_UNITS). usual_abs_difference: the largest difference at the
+    judged positions.
     """
 
     num_prompts: int
@@ -73,12 +39,12 @@ class LogitFigures:
 
     @property
     def relative_difference(self) -> float:
-        """The judged difference over max_abs_logit."""
+        """The ratio of usual_abs_difference to max_abs_logit."""
         return self.usual_abs_difference / self.max_abs_logit if self.max_abs_logit else self.usual_abs_difference
 
     @property
     def judged_positions(self) -> str:
-        """The positions that the figures are about, in words."""
+        """The share of positions that the figures are about, in words."""
         return f"{judged_share(chooses_experts=self.chooses_experts):.0%} of positions"
 
     @property
@@ -88,29 +54,29 @@ class LogitFigures:
 
     @property
     def num_disagreeing(self) -> float:
-        """Number of positions with another most likely token; NaN if unknown."""
+        """Number of positions at which the most likely tokens differ; NaN if unknown."""
         return (1 - self.top1_agreement) * self.num_positions
 
 
 def judged_share(*, chooses_experts: bool) -> float:
-    """Share of positions whose differences are judged."""
+    """Return the share of positions whose differences are judged."""
     return JUDGED_SHARE_OF_EXPERTS if chooses_experts else JUDGED_SHARE
 
 
 @dataclass(frozen=True)
 class VerificationGate:
-    """Thresholds that a merged model must all meet. Relative differences are those of LogitFigures."""
+    """Thresholds, all of which a merged model must meet. A relative difference is that of LogitFigures."""
 
     max_relative_difference: float
     max_mean_kl: float
     min_top1_agreement: float
     max_kl_share_of_effect: float = 0.1
-    """Limit of mean_kl over effect_mean_kl if the effect exceeds max_mean_kl: a copy of the base would have 1."""
+    """Limit of the ratio of mean_kl to effect_mean_kl, if the effect exceeds max_mean_kl. A copy of the base has the ratio 1."""
     max_excused: int = 1
-    """Number of positions that may have another most likely token, however few positions there are."""
+    """Number of positions at which the most likely tokens may differ, however few positions there are."""
 
     def allowed_difference(self, figures: LogitFigures) -> float:
-        """Limit of the relative difference."""
+        """Return the limit of the relative difference."""
         return self.max_relative_difference * (EXPERTS_ALLOWANCE if figures.chooses_experts else 1.0)
 
 
@@ -119,17 +85,17 @@ GATES = {
         max_relative_difference=24 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97
     ),
     "float16": VerificationGate(max_relative_difference=24 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
-    # Not 24 u: with so little rounding, the order of summation, which kernels choose, dominates.
+    # Not 24 roundoffs: rounding is so small here that the order in which kernels sum up dominates.
     "float32": VerificationGate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
 }
 LARGEST_MEASURED_KL = {"bfloat16": 7e-4, "float16": 1.1e-5, "float32": 3e-12}
-"""Mean divergence of right merges, by dtype: the largest of the table above."""
+"""Largest mean divergence that was measured for correct merges, by dtype."""
 
 
 def coarsest_dtype(*dtypes: str) -> str:
-    """The element type whose gate holds: the coarsest in which either model is stored or runs.
+    """Return the coarsest of these element types, whose gate applies.
 
-    Raises ValueError for another dtype than bfloat16, float16 or float32.
+    Raises ValueError for a dtype other than bfloat16, float16 or float32.
     """
     for dtype in dtypes:
         if dtype not in GATES:
@@ -138,7 +104,7 @@ def coarsest_dtype(*dtypes: str) -> str:
 
 
 def gate_failures(figures: LogitFigures, gate: VerificationGate) -> tuple[str, ...]:
-    """One sentence per exceeded threshold; NaN exceeds every threshold."""
+    """Return one sentence for each exceeded threshold; NaN exceeds every threshold."""
     failures = []
     relative, allowed = figures.relative_difference, gate.allowed_difference(figures)
     if not relative <= allowed:
@@ -163,3 +129,24 @@ def gate_failures(figures: LogitFigures, gate: VerificationGate) -> tuple[str, .
             f"model is; allowed is {gate.max_kl_share_of_effect:.0%}"
         )
     return tuple(failures)
+
+
+def gate_rows(logits: LogitFigures, gate: VerificationGate) -> list[tuple[str, str, str]]:
+    """List each figure with its measured value and its threshold, as text for tables."""
+    share = f"{logits.mean_kl / logits.effect_mean_kl:.2%}" if logits.effect_mean_kl else "no effect"
+    return [
+        (
+            f"{logits.judged}, of the largest logit",
+            f"{logits.relative_difference:.3g}",
+            f"at most {gate.allowed_difference(logits):.3g}",
+        ),
+        ("largest difference", f"{logits.max_abs_difference:.4g}", f"largest logit {logits.max_abs_logit:.4g}"),
+        (f"mean KL divergence of {logits.judged_positions}, nats", f"{logits.mean_kl:.3g}", f"at most {gate.max_mean_kl:.3g}"),
+        ("same most likely token", f"{logits.top1_agreement:.3%}", f"at least {gate.min_top1_agreement:.2%}"),
+        ("KL divergence of the base, nats (the adapter's effect)", f"{logits.effect_mean_kl:.3g}", ""),
+        (
+            "mean KL divergence, of the adapter's effect",
+            share,
+            f"at most {gate.max_kl_share_of_effect:.0%} if the effect exceeds {gate.max_mean_kl:.3g}",
+        ),
+    ]

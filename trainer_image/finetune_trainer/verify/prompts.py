@@ -1,4 +1,4 @@
-"""Prompts for a model that comes without a data set: the comparison needs tokens, not sense."""
+"""Prompts for a model without a data set. The comparison of logits needs tokens, but no meaningful text."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune_trainer.files import GENERATION_FILE
 from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 32
-"""Tokens of each prompt, if the model has as many positions. Products of prompts are the largest part of a verification, and a
-wrong merge is wrong at nearly every position (gate.py).
+"""Number of tokens of each prompt, if the model has as many positions. Few suffice: computing prompts takes most of a
+verification's time, and a wrong merge is wrong at nearly every position (gate.py).
 """
 _SPECIAL_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
-_TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE, _GENERATION_FILE = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+_TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 
 
 def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
-    """NUM_PROMPTS sequences of ordinary tokens, the same for the same model.
+    """Return NUM_PROMPTS sequences of ordinary tokens, always the same for the same model.
 
-    num_rows: of embeddings that a merge made larger than the base's; then there is one more prompt, of added tokens. Raises
-    MergeError for a broken config.json.
+    num_rows: number of rows of embeddings that a merge made larger than the base's; then one more prompt has added tokens.
+    Raises MergeError for a broken config.json.
     """
     config = read_json(base / CONFIG_FILE)
     text = {**config, **(config.get("text_config") or {})}
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
-        raise BrokenCheckpointError(f"{base / CONFIG_FILE}: vocab_size is {size!r}, it should be a positive number of tokens.")
+        raise BrokenCheckpointError(f"{base / CONFIG_FILE}: vocab_size is {size!r}, but should be a positive number of tokens.")
     added = range(size, max(size, num_rows or 0))
     special = set(_special_tokens(base, text))
     ordinary = [token for token in range(size) if token not in special] or [0]
@@ -39,7 +40,7 @@ def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
     chosen = random.Random(size)  # noqa: S311 - no secret: the same prompts each time
     prompts = [chosen.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
     if added:
-        # As many different added tokens as there is room for, between ordinary ones, as in real text.
+        # As in real text, added tokens alternate with ordinary ones. As many different added tokens are used as fit.
         some = chosen.sample(added, min(len(added), max(1, length // 2)))
         prompts.append([chosen.choice(ordinary) if place % 2 == 0 else some[place // 2 % len(some)] for place in range(length)])
     return prompts
@@ -47,8 +48,8 @@ def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
 
 def _special_tokens(base: Path, config: Mapping[str, Any]) -> Iterator[int]:
     sources = [config]
-    if (base / _GENERATION_FILE).is_file():
-        sources.append(read_json(base / _GENERATION_FILE))
+    if (base / GENERATION_FILE).is_file():
+        sources.append(read_json(base / GENERATION_FILE))
     for source in sources:
         for name in _SPECIAL_FIELDS:
             ids = source.get(name)

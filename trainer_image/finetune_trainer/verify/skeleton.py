@@ -1,13 +1,13 @@
-"""A model's structure as transformers and PEFT build it, without its base weights, and base weights with adapters merged in.
+"""Models as transformers and PEFT build them, but without base weights; and base weights with adapters merged into them.
 
-Base weights are NaNs that take no memory: one that is used without having been loaded shows in the logits. Tensors on the meta
-device would not work: a linear layer on the CPU computes with such a weight, from whatever is in memory. If several adapters are
-merged, MergedWeights merges the earlier ones in a skeleton of its own, module by module.
+Base weights are NaNs that take no memory, so the logits show if a weight is used before it is loaded. Tensors on the meta device
+would not show it: a linear layer on the CPU would compute with whatever is in memory. If there are several adapters,
+MergedWeights merges all but the last one in a skeleton of its own, module by module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ HOST = torch.device("cpu")
 
 @dataclass(frozen=True)
 class ParameterSlot:
-    """One parameter of one module that must be filled with the base's `path` before the module runs."""
+    """A parameter of a module, to be filled with the values of the base's parameter `path` before the module runs."""
 
     module: nn.Module
     name: str
@@ -41,31 +41,24 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class SkeletonModel:
-    """A model without base weights, and the slots for these."""
+    """A model without base weights, and the slots for the base weights."""
 
     model: nn.Module
     base: PreTrainedModel
-    """The base model inside `model`, or `model` itself."""
+    """The base model inside `model`, or `model` itself if there is no adapter."""
     slots: tuple[ParameterSlot, ...]
-    looked_up: frozenset[str]
-    """Paths of the input embeddings, of which a forward pass needs single rows."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        dtype: torch.dtype = self.base.dtype
-        return dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device on which the model computes."""
-        device: torch.device = self.base.device
-        return device
 
 
-def model_class(directory: Path, *, allow_remote_code: bool = False) -> Any:
-    """The class with which PEFT and users load this model."""
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
-    return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+def config_of(directory: Path, *, allow_remote_code: bool = False) -> Any:
+    """Return the configuration of the model in a directory, as the library reads it."""
+    return AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+
+
+def _empty_model(config: Any, *, allow_remote_code: bool, **options: Any) -> Any:
+    """Build the model of meta tensors, with the class with which PEFT and users load it."""
+    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with without_values(allow_remote_code=allow_remote_code):
+        return loader.from_config(config, trust_remote_code=allow_remote_code, **options)
 
 
 @dataclass(frozen=True)
@@ -77,21 +70,18 @@ class ElementTypes:
 
 
 def element_types(directory: Path, *, allow_remote_code: bool = False) -> ElementTypes:
-    """Element types of the model in a directory, as the library loads it. Raises what the library raises.
+    """Return the element types with which the library loads the model in a directory. Raises what the library raises.
 
-    The library gets tensors made from the files' headers: from the files it would read all values, although it discards them.
+    The library gets empty tensors that match the files' headers. From the files themselves it would read all values in vain.
     """
-    loader = model_class(directory, allow_remote_code=allow_remote_code)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
-    with without_values(allow_remote_code=allow_remote_code):
-        built = loader.from_config(config, trust_remote_code=allow_remote_code)
-    # In the order in which the library looks for the first tensor whose type becomes the model's, if config.json names none.
+    built = _empty_model(config_of(directory, allow_remote_code=allow_remote_code), allow_remote_code=allow_remote_code)
+    # The order matters: if config.json names no type, the library takes that of the first suitable tensor.
     tensors = sorted(read_checkpoint(directory).tensors.values(), key=lambda header: (header.file, header.name))
     headers = [header for header in tensors if header.dtype in READ_DTYPES]
     example = type(built).from_pretrained(
         None,
         config=built.config,
-        state_dict={each.name: torch.empty(each.shape, dtype=READ_DTYPES[each.dtype], device="meta") for each in headers},
+        state_dict={header.name: torch.empty(header.shape, dtype=READ_DTYPES[header.dtype], device="meta") for header in headers},
         dtype="auto",
         device_map={"": "meta"},
     )
@@ -108,40 +98,37 @@ def skeleton_model(
     device: torch.device = HOST,
     allow_remote_code: bool = False,
 ) -> SkeletonModel:
-    """The model of `weights.directory`, with `adapter` attached.
+    """Build the model of `weights.directory` without base weights, with `adapter` attached.
 
-    types: its element types; None: determined here. device: on which it runs. Raises what the libraries raise.
+    types: the model's element types; None: determined here. device: device on which it runs. Raises what the libraries raise.
     """
     directory = weights.directory
     types = types or element_types(directory, allow_remote_code=allow_remote_code)
-    loader = model_class(directory, allow_remote_code=allow_remote_code)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
+    config = config_of(directory, allow_remote_code=allow_remote_code)
     if weights.num_rows is not None:
         config.get_text_config().vocab_size = weights.num_rows
-    with without_values(allow_remote_code=allow_remote_code):
-        base: PreTrainedModel = loader.from_config(config, dtype=types.of_model, trust_remote_code=allow_remote_code)
+    base: PreTrainedModel = _empty_model(config, allow_remote_code=allow_remote_code, dtype=types.of_model)
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if parameter.dtype is not types.of_parameters[name]:
             owner, _, last = name.rpartition(".")
             held = nn.Parameter(torch.empty_like(parameter, dtype=types.of_parameters[name]), requires_grad=False)
             base.get_submodule(owner)._parameters[last] = held  # noqa: SLF001
     reserve_parameters(base)
-    _fill_buffers(base, weights)
+    stored = base.state_dict().keys()
+    for name, buffer in base.named_buffers():
+        if name in stored and weights.holds(name):  # all other buffers were computed when the model was built
+            buffer.copy_(weights.whole(name, buffer.dtype))
     owners = [
         (module, name, f"{path}.{name}".removeprefix("."))
         for path, module in base.named_modules(remove_duplicate=False)
         for name in module._parameters  # noqa: SLF001
         if module._parameters[name] is not None  # noqa: SLF001
     ]
-    embeddings = base.get_input_embeddings()
-    looked_up = frozenset(
-        path
-        for module, name, path in owners
-        if module._parameters[name] is embeddings._parameters.get("weight")  # noqa: SLF001
-    )
     original = {id(module._parameters[name]) for module, name, _ in owners}  # noqa: SLF001
     model: nn.Module = base if adapter is None else PeftModel.from_pretrained(base, str(adapter))
-    given = _given_by(adapter, model) if adapter is not None else frozenset()
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # The base's parameters for which the adapter's file has values, such as biases and embeddings.
+    given = {id(named[name]) for name in read_adapter(adapter).tensors if name in named} if adapter is not None else set()
     slots: dict[tuple[int, str], ParameterSlot] = {}
     for module, name, path in owners:
         parameter = module._parameters.get(name)  # noqa: SLF001
@@ -151,52 +138,30 @@ def skeleton_model(
         slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype, device))
     for slot in slots.values():
         offload(slot)
-    _move_others(model, slots, device)
-    model.eval()
-    return SkeletonModel(model, base, tuple(slots.values()), looked_up)
-
-
-def offload(slot: ParameterSlot) -> None:
-    """Drop the values of a slot."""
-    held = slot.module.get_parameter(slot.name)
-    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(held.shape)
-    slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
-
-
-def _move_others(model: nn.Module, slots: Collection[tuple[int, str]], device: torch.device) -> None:
-    """Move buffers, and parameters that are no slots. `Module.to` would allocate values for empty tensors."""
-    if device == HOST:
-        return
-    for module in model.modules():
+    # Other parameters and buffers are moved one by one, because `Module.to` would allocate values for empty tensors.
+    for module in model.modules() if device != HOST else ():
         for name, parameter in module._parameters.items():  # noqa: SLF001
             if parameter is not None and (id(module), name) not in slots:
                 module._parameters[name] = nn.Parameter(parameter.to(device), requires_grad=False)  # noqa: SLF001
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None:
                 module._buffers[name] = buffer.to(device)  # noqa: SLF001
+    model.eval()
+    return SkeletonModel(model, base, tuple(slots.values()))
 
 
-def _fill_buffers(model: nn.Module, weights: StoredWeights) -> None:
-    """Fill stored buffers; the others were computed when the model was built."""
-    stored = model.state_dict().keys()
-    for name, buffer in model.named_buffers():
-        if name in stored and weights.holds(name):
-            buffer.copy_(weights.whole(name, buffer.dtype))
-
-
-def _given_by(adapter: Path, model: nn.Module) -> frozenset[int]:
-    """Parameters of the base for which the adapter's file has values: biases, embeddings."""
-    named: Mapping[str, nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
-    return frozenset(id(named[name]) for name in read_adapter(adapter).tensors if name in named)
+def offload(slot: ParameterSlot) -> None:
+    """Replace the values of a slot with NaNs that take no memory."""
+    held = slot.module.get_parameter(slot.name)
+    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(held.shape)
+    slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
 
 
 class WeightSource(Protocol):
-    """Source of a skeleton's weights; see StoredWeights for the methods."""
+    """Source of a skeleton's weights."""
 
-    def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor: ...
-    def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor: ...
-    def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor: ...
-    def is_one_tensor(self, path: str) -> bool: ...
+    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return all values of a parameter, in the model's shape and rounded to `dtype`. Raises MergeError."""
 
 
 class MergedWeights:
@@ -209,15 +174,16 @@ class MergedWeights:
         for slot in self._skeleton.slots:
             self._empty.setdefault(slot.path, []).append(slot)
 
-    def whole(self, path: str, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-        module, name = self._owner(path)
+    def whole(self, path: str, dtype: torch.dtype) -> torch.Tensor:
+        owner, _, name = path.rpartition(".")
+        module = self._skeleton.base.get_submodule(owner)
         if isinstance(module, TrainableTokensWrapper):
             module = module.token_adapter
         if isinstance(module, ModulesToSaveWrapper):
             copy: nn.Module = module.modules_to_save[module.active_adapter]
             return copy.get_parameter(name).detach().to(dtype)
         if not isinstance(module, BaseTunerLayer):
-            return self._weights.whole(path, dtype, out) if path in self._empty else module.get_parameter(name).detach().to(dtype)
+            return self._weights.whole(path, dtype) if path in self._empty else module.get_parameter(name).detach().to(dtype)
         within = {id(part) for part in module.modules()}
         slots = [slot for slots_of_path in self._empty.values() for slot in slots_of_path if id(slot.module) in within]
         for slot in slots:
@@ -225,36 +191,13 @@ class MergedWeights:
             slot.module._parameters[slot.name] = nn.Parameter(values, requires_grad=False)  # noqa: SLF001
         with torch.no_grad():
             module.merge(safe_merge=False)
-        merged = _innermost(module).get_parameter(name).detach()
+        innermost: nn.Module = module
+        while isinstance(innermost, BaseTunerLayer):
+            innermost = innermost.base_layer
+        merged = innermost.get_parameter(name).detach()
         for layer in module.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer.merged_adapters.clear()
         for slot in slots:
             offload(slot)
         return merged.to(dtype)
-
-    def rows(self, path: str, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        if self._is_plain(path):
-            return self._weights.rows(path, first, last, dtype)
-        return self.whole(path, dtype)[first:last].clone()
-
-    def some_rows(self, path: str, indices: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
-        return self._weights.some_rows(path, indices, dtype)
-
-    def is_one_tensor(self, path: str) -> bool:
-        return self._is_plain(path) and self._weights.is_one_tensor(path)
-
-    def _owner(self, path: str) -> tuple[nn.Module, str]:
-        owner, _, name = path.rpartition(".")
-        return self._skeleton.base.get_submodule(owner), name
-
-    def _is_plain(self, path: str) -> bool:
-        module, _ = self._owner(path)
-        adapted = isinstance(module, BaseTunerLayer | ModulesToSaveWrapper | TrainableTokensWrapper)
-        return not adapted and path in self._empty
-
-
-def _innermost(layer: nn.Module) -> nn.Module:
-    while isinstance(layer, BaseTunerLayer):
-        layer = layer.base_layer
-    return layer

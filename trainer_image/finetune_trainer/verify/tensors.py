@@ -1,7 +1,7 @@
-"""Merged tensors against base and adapters, without a model: untouched ones byte for byte, changed ones against fp64.
+"""Compares merged tensors with base and adapters, without a model: untouched tensors byte for byte, changed ones in fp64.
 
-In: directories. Out: TensorFigures by class of tensor, with every fault. The plan says which tensors may differ, and how. This
-module checks the differences with the formulas of exact.py; the logits check the plan.
+In: directories. Out: TensorFigures by class of tensor, with every fault. The merge's plan says which tensors may differ, and how.
+This module checks the differences with the formulas of exact.py; the comparison of logits checks the plan.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from finetune_job.module_names import EMBEDDINGS, OUTPUT_HEADS, is_router
 from finetune_trainer.files import MANIFEST_FILE, FileDigests
 from finetune_trainer.merge.changes import LowRank, Quantization, TokenRows
 from finetune_trainer.merge.inputs import plan_merge
-from finetune_trainer.merge.plan import MergePlan, OutputTensor
+from finetune_trainer.merge.plan import OutputTensor
 from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 from finetune_trainer.verify.exact import ExactMatrix, clear_adapter_cache, has_formula, is_zero, read_rows
 from finetune_trainer.weights.headers import CONFIG_FILE, TensorHeader, read_checkpoint, read_json
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 
 SAMPLE_ROWS = 16
-"""Rows of each changed matrix that are computed again in fp64, the first and the last among them."""
+"""Number of rows of each changed matrix that are computed again in fp64, besides the first and the last."""
 MIN_SAMPLE_ROWS = 4
-"""Rows of each matrix if many are stacked in one tensor."""
+"""Minimum number of these rows if many matrices are stacked in one tensor."""
 TOKEN_ROWS = 64
-"""Additional rows of trained tokens."""
+"""Maximum number of additional rows: of trained tokens, and of added tokens."""
 READ_BYTES = 8 << 20
 FIRST_ELEMENTS = 4096
-"""Elements that are compared first: a changed tensor usually differs in them."""
+"""Number of elements that are compared first, because a changed tensor usually differs in them."""
 _UNBOUNDED = 1 << 62
 _WRITTEN_BY_MERGE = frozenset({"dtype", "torch_dtype"})
-"""Fields of config.json that follow from the merge's options rather than from the model."""
+"""Fields of config.json that follow from the merge's options, not from the model."""
 
 TENSOR_CLASSES = (
     "attention q", "attention k", "attention v", "attention o", "attention q+k+v", "mlp gate", "mlp up", "mlp down",
@@ -66,8 +66,8 @@ _MLP_BLOCK = re.compile(r"(^|\.)(mlp|ff|feed_forward|DenseReluDense)$")
 class TensorClassFigures:
     """Figures of one class of tensors.
 
-    worst_rounding: largest error over what rounding allows. relative_change: ||W' - W||/||W||, sampled. num_by_logits_only:
-    changed tensors without a formula outside of PEFT, so that only the comparison of logits covers them.
+    worst_rounding: largest ratio of an error to the error that rounding allows. relative_change: ||W' - W||/||W|| of sampled
+    rows. num_by_logits_only: number of changed tensors that only PEFT can compute, so only the comparison of logits covers them.
     """
 
     num_untouched: int = 0
@@ -85,7 +85,7 @@ class TensorClassFigures:
 
 @dataclass
 class TensorFigures:
-    """Figures by class in the order of TENSOR_CLASSES, and sentences about faults."""
+    """Figures by class, in the order of TENSOR_CLASSES, and a sentence about each fault."""
 
     classes: dict[str, TensorClassFigures] = field(
         default_factory=lambda: {name: TensorClassFigures() for name in TENSOR_CLASSES}
@@ -116,20 +116,20 @@ class TensorFigures:
 
 
 @one_thread_for_each_operation()  # samples are small, and files are hashed meanwhile
-def check_tensors(
-    base: Path,
-    adapters: Sequence[Path],
-    merged: Path,
-    quantization: Quantization | None = None,
-) -> TensorFigures:
-    """Compare all tensors. quantization: of the weights that the merge added to, if these were not the base as stored.
+def check_tensors(base: Path, adapters: Sequence[Path], merged: Path, quantization: Quantization | None = None) -> TensorFigures:
+    """Compare all tensors. quantization: how the base was quantized, if the merge added to the dequantized base.
 
-    Raises MergeError only when a directory cannot be read as it should be.
+    Raises MergeError only if a directory cannot be read.
     """
     plan = plan_merge(base, adapters, None, _UNBOUNDED, quantization)
     merged_tensors = read_checkpoint(merged).tensors
     figures = TensorFigures()
-    figures.faults += _config_faults(base, merged, plan)
+    # A model with other settings can have the same tensors, so the configuration is compared as well.
+    expected, result_config = {**read_json(base / CONFIG_FILE), **plan.config_changes}, read_json(merged / CONFIG_FILE)
+    for key in sorted((expected.keys() | result_config.keys()) - _WRITTEN_BY_MERGE):
+        first, second = _without_dtype(expected.get(key)), _without_dtype(result_config.get(key))
+        if first != second:
+            figures.faults.append(f"{CONFIG_FILE}: {key} is {second!r} in the merged model, but should be {first!r}")
     planned = {tensor.name: tensor for tensor in plan.tensors}
     figures.faults += (f"tensor {name} is missing in the merged model" for name in sorted(planned.keys() - merged_tensors.keys()))
     figures.faults += (f"tensor {name} is not a tensor of this model" for name in sorted(merged_tensors.keys() - planned.keys()))
@@ -140,7 +140,7 @@ def check_tensors(
         tensor, result = planned[name], merged_tensors[name]
         of_class = figures.classes[class_of(name)]
         if tensor.shape != result.shape:
-            figures.faults.append(f"tensor {name} has shape {list(result.shape)}, it should have {list(tensor.shape)}")
+            figures.faults.append(f"tensor {name} has shape {list(result.shape)}, but should have {list(tensor.shape)}")
         elif tensor.is_changed_by_adapter:
             of_class.num_changed += 1
             original = originals.get(name)
@@ -161,7 +161,7 @@ def check_tensors(
 
 
 def manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
-    """Yield faults of a merged model's files that differ from its manifest."""
+    """Yield a fault for each file of a merged model that differs from the model's manifest."""
     path = merged / MANIFEST_FILE
     if not path.exists():
         return
@@ -174,25 +174,12 @@ def manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
             yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
 
 
-def _config_faults(base: Path, merged: Path, plan: MergePlan) -> Iterator[str]:
-    """Yield faults of config.json, which must equal the base's except for the plan's changes.
-
-    A model of other settings can have the same tensors.
-    """
-    expected = {**read_json(base / CONFIG_FILE), **plan.config_changes}
-    result = read_json(merged / CONFIG_FILE)
-    for key in sorted((expected.keys() | result.keys()) - _WRITTEN_BY_MERGE):
-        first, second = _without_dtype(expected.get(key)), _without_dtype(result.get(key))
-        if first != second:
-            yield f"{CONFIG_FILE}: {key} is {second!r} in the merged model, it should be {first!r}"
-
-
 def _without_dtype(value: Any) -> Any:
     return {key: item for key, item in value.items() if key not in _WRITTEN_BY_MERGE} if isinstance(value, dict) else value
 
 
 def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader]) -> bool:
-    """Whether no value can change: lora_B is all zero, there are no magnitudes, replaced values equal the base's."""
+    """Whether no value can change: a LoRA factor is all zero, there are no magnitudes, and copies equal the base."""
     original = originals.get(tensor.name)
     if tensor.is_replaced and not (original is not None and _is_cast_of(tensor.source, original, original.dtype)):
         return False
@@ -206,7 +193,7 @@ def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader])
 def _faults_of_changed(
     tensor: OutputTensor, original: TensorHeader | None, result: TensorHeader, figures: TensorClassFigures
 ) -> Iterator[str]:
-    """Yield at most one fault: the first row that rounding does not explain."""
+    """Yield at most one fault, of the first matrix with an error that rounding does not explain."""
     if not tensor.changes:
         if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
             yield f"tensor {tensor.name} is not the adapter's copy {tensor.source.name}"
@@ -218,15 +205,17 @@ def _faults_of_changed(
     held = torch.promote_types(TORCH_DTYPES[tensor.compute_dtype], out)
     shape = tensor.matrix_shape
     sampler = random.Random(tensor.name)  # noqa: S311 - which rows are compared, the same ones each time
-    # Rows of a resized vocabulary. A head that the base does not store has the size of the embedding that it was tied to.
+    # The rows that resizing the vocabulary added. A head that the base does not store was tied to the embedding and has none.
     added = range(original.shape[0], shape[0]) if original is not None and len(tensor.changes) == 1 else range(0)
+    size = max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes))
     for index, changes in enumerate(tensor.changes):
         tokens = [row for change in changes if isinstance(change, TokenRows) for row in change.indices]
-        size = max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes))
-        rows = sorted({*_sample(shape[0], size, tokens, sampler), *sampler.sample(added, min(len(added), TOKEN_ROWS))})
-        merged = read_rows(result, index, shape, rows).double()
-        before = read_rows(tensor.source, index, shape, rows).double()
-        expected, allowed = ExactMatrix(tensor.source, index, shape, changes, held=held, out=out).rows(rows)
+        rows = {0, shape[0] - 1, *sampler.sample(tokens, min(len(tokens), TOKEN_ROWS))}
+        rows |= {*sampler.sample(range(shape[0]), min(shape[0], size)), *sampler.sample(added, min(len(added), TOKEN_ROWS))}
+        chosen = sorted(rows)
+        merged = read_rows(result, index, shape, chosen).double()
+        before = read_rows(tensor.source, index, shape, chosen).double()
+        expected, allowed = ExactMatrix(tensor.source, index, shape, changes, held=held, out=out).rows(chosen)
         figures.num_values_sampled += merged.numel()
         figures.squared_change += float(((merged - before) ** 2).sum())
         figures.squared_base += float((before**2).sum())
@@ -235,7 +224,7 @@ def _faults_of_changed(
         row, column = divmod(worst, shape[1])
         figures.worst_rounding = max(figures.worst_rounding, float(ratio.view(-1)[worst]))
         if float(ratio.view(-1)[worst]) > 1:
-            where = [*([index] if len(tensor.changes) > 1 else []), rows[row], *([column] if len(tensor.shape) > 1 else [])]
+            where = [*([index] if len(tensor.changes) > 1 else []), chosen[row], *([column] if len(tensor.shape) > 1 else [])]
             yield (
                 f"tensor {tensor.name} at {where} is {float(merged[row, column]):.9g}, fp64 gives "
                 f"{float(expected[row, column]):.9g}; rounding allows {float(allowed[row, column]):.2g}"
@@ -243,14 +232,8 @@ def _faults_of_changed(
             return
 
 
-def _sample(count: int, size: int, tokens: Sequence[int], sampler: random.Random) -> list[int]:
-    """Rows of one matrix: the first, the last, some others, and some of the few that are replaced."""
-    trained = sampler.sample(tokens, min(len(tokens), TOKEN_ROWS))
-    return sorted({0, count - 1, *trained, *sampler.sample(range(count), min(count, size))})
-
-
 def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> bool:
-    """Whether `result` has the values of `source`, held in the wider of `held_as` and its own dtype, then cast to it."""
+    """Whether `result` is `source` cast twice: to the wider of `held_as` and `result`'s own dtype, then to the latter."""
     if source.dtype != result.dtype and not {source.dtype, result.dtype} <= TORCH_DTYPES.keys():
         return False
     num_elements = math.prod(source.shape)
@@ -278,7 +261,7 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
 
 
 def class_of(name: str) -> str:
-    """One of TENSOR_CLASSES. Biases and further parameters belong to the class of their module."""
+    """Return the tensor's class from TENSOR_CLASSES. Biases and other parameters belong to the class of their module."""
     module = name.rpartition(".")[0] if name.endswith((".weight", ".bias")) else name
     parent, _, last = module.rpartition(".")
     if is_router(module):

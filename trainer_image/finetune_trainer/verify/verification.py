@@ -1,6 +1,6 @@
-"""A verification from start to end: the gate of a merge, tensors, logits, the report, and the model's final name.
+"""A whole verification: it compares tensors and logits, applies the gate, writes the report, and gives the model its name.
 
-A model that passes gets its final name, one that fails is quarantined. Called by the merge role and the command line.
+A model that passes gets its final name; a model that fails is quarantined. Called by the merge role and the command line.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from finetune_trainer.model.load import stored_dtype
 from finetune_trainer.verify.gate import GATES, LogitFigures, VerificationGate, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.report import Compared, VerificationReport, verification_page
-from finetune_trainer.verify.tensors import TensorFigures, check_tensors, manifest_faults
+from finetune_trainer.verify.tensors import check_tensors, manifest_faults
 from finetune_trainer.weights.errors import UnsupportedBaseError
 from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, CONFIG_FILE, read_checkpoint, read_json
 from finetune_trainer.weights.read_model import read_stored_model
@@ -47,29 +47,26 @@ def verify_merge(
     allow_remote_code: bool = False,
     digests: FileDigests | None = None,
     device: str = "cpu",
-    tensors: TensorFigures | None = None,
-    started: float | None = None,
 ) -> VerificationReport:
-    """Check tensors, then logits if the tensors are right; write the report, and a page for people to `page_path`.
+    """Compare tensors and, if they are right, logits. Write the report and, to `page_path`, a page for people.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
-    gate_of_merge. quantization: how the adapters' training quantized the base, if it did; then the logits are compared with both
-    bases, and the gate is about `merged_onto`. base_sha256: of files of the base, by name, when the training began; None:
-    unknown. allow_remote_code: whether the base's own code may run. digests: of files whose hashing has begun. device: on which
-    logits are computed. tensors: an existing result of `check_tensors`. started: when that began, by `time.monotonic()`.
+    gate_of_merge. quantization: how the adapters' training quantized the base, if it did; then logits are compared with both
+    bases, and the gate applies to `merged_onto`. base_sha256: digests of the base's files that preflight recorded, by name; None:
+    unknown. allow_remote_code: whether the base's own code may run. digests: digests of files, which may still be computed.
+    device: device on which logits are computed.
 
-    Raises MergeError when a directory cannot be read or the model cannot be verified, ValueError for empty prompts or Dequantized
-    without `quantization`.
+    Raises MergeError if a directory cannot be read or the model cannot be verified, and ValueError for empty prompts, or for
+    Dequantized without `quantization`.
     """
-    started = time.monotonic() if started is None else started
+    started = time.monotonic()
     onto_dequantized = merged_onto is MergeBase.DEQUANTIZED
     if onto_dequantized and quantization is None:
         raise ValueError("merged_onto is Dequantized, but no quantization is given: nothing was packed in training.")
     digests = digests or FileDigests()
     digests.begin(directory / name for directory in (merged, base) for name in read_checkpoint(directory).file_bytes)
     digests.begin(adapter / ADAPTER_FILE for adapter in adapters)
-    if tensors is None:
-        tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
+    tensors = check_tensors(base, adapters, merged, quantization if onto_dequantized else None)
     faults: tuple[str, ...] = tuple(tensors.faults)
     logits: LogitFigures | None = None
     other: LogitFigures | None = None
@@ -81,9 +78,14 @@ def verify_merge(
         logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
         other = others[0] if others else None
         faults = gate_failures(logits, gate)
-    # Last, because these wait for the digests.
+    # These come last, because they wait for the digests.
     compared = _compared(base, adapters, merged, digests)
-    faults = (*_faults_of_base(compared.base, base_sha256 or {}), *manifest_faults(merged, digests), *faults)
+    of_base = tuple(
+        f"base file {name} does not have the sha256 that preflight recorded: it changed after that"
+        for name, sha256 in (base_sha256 or {}).items()
+        if compared.base.get(name) != sha256
+    )
+    faults = (*of_base, *manifest_faults(merged, digests), *faults)
     report = VerificationReport(
         passed=not faults,
         faults=faults,
@@ -103,50 +105,24 @@ def verify_merge(
 
 
 def verify_and_name(
-    paths: MergedPaths,
-    *,
-    base: Path,
-    adapters: Sequence[Path],
-    prompts: Sequence[Sequence[int]],
-    gate: VerificationGate,
-    quantization: Quantization | None,
-    merged_onto: MergeBase,
-    base_sha256: Mapping[str, str] | None,
-    allow_remote_code: bool,
-    withdraw: Callable[[VerificationReport], None],
-    digests: FileDigests | None = None,
-    device: str = "cpu",
-    tensors: TensorFigures | None = None,
-    started: float | None = None,
+    paths: MergedPaths, verify: Callable[..., VerificationReport], withdraw: Callable[[VerificationReport], None]
 ) -> VerificationReport:
-    """Verify the model at `paths.current`, which then is at `paths.verified`. Most arguments are those of `verify_merge`.
+    """Verify the model at `paths.current`, and move it to `paths.verified` if it passes.
 
-    withdraw: called if the model fails, after its reports are written and before it loses its name. Everything that calls the
-    model a result elsewhere must then be removed.
-    Raises VerificationError for a model that fails, which is then kept as `paths.quarantined`, and as `verify_merge` does.
+    verify: `verify_merge` with all arguments except the paths. withdraw: called if the model fails, after its reports are
+    written and before it loses its name; it must remove everything elsewhere that calls the model a result.
+    Raises VerificationError if the model fails; it is then kept as `paths.quarantined`. Also raises what `verify_merge` raises.
     """
     merged = paths.current
-    report = verify_merge(
-        base=base,
-        adapters=adapters,
-        merged=merged,
-        prompts=prompts,
-        gate=gate,
-        report_path=paths.report,
-        page_path=paths.page,
-        quantization=quantization,
-        merged_onto=merged_onto,
-        base_sha256=base_sha256,
-        allow_remote_code=allow_remote_code,
-        digests=digests,
-        device=device,
-        tensors=tensors,
-        started=started,
-    )
+    report = verify(merged=merged, report_path=paths.report, page_path=paths.page)
     log.info("%s", report.text())
     if not report.passed:
         withdraw(report)
-        kept = quarantine(merged, paths.quarantined)
+        kept, number = paths.quarantined, 1
+        while kept.exists():  # nothing is deleted
+            number += 1
+            kept = paths.quarantined.with_name(f"{paths.quarantined.name}-{number}")
+        merged.rename(kept)
         raise VerificationError(
             f"{report.text()}\nthe merged model is kept as {kept.name}",
             f"see {paths.page.name} in the same directory; the adapter itself is whole",
@@ -156,25 +132,16 @@ def verify_and_name(
     return report
 
 
-def quarantine(path: Path, kept: Path) -> Path:
-    """Rename a failed model to `kept`, numbered if that already exists, and return the new path. Nothing is deleted."""
-    target, number = kept, 1
-    while target.exists():
-        number += 1
-        target = kept.with_name(f"{kept.name}-{number}")
-    return path.rename(target)
-
-
 def gate_of_merge(base: Path, merged: str | None) -> VerificationGate:
-    """The gate of a merge into the model in `base`. merged: the requested element type; None: the base's own.
+    """Return the gate for a merge into the model in `base`. merged: the requested element type; None: the base's own.
 
-    Raises ValueError for an element type without a gate, ModelError for a base that is not a model.
+    Raises ValueError for an element type without a gate, and ModelError for a base that is not a model.
     """
     return GATES[judged_dtype(base, merged)]
 
 
 def judged_dtype(base: Path, merged: str | None) -> str:
-    """The element type of this gate. Raises as `gate_of_merge` does."""
+    """Return the element type of the gate that `gate_of_merge` returns. Raises what that function raises."""
     stored = dtype_name(stored_dtype(base))
     config = read_json(base / CONFIG_FILE)
     named = config.get("dtype") or config.get("torch_dtype")
@@ -184,11 +151,11 @@ def judged_dtype(base: Path, merged: str | None) -> str:
 def _references(
     base: Path, adapters: Sequence[Path], quantization: Quantization | None, *, onto_dequantized: bool
 ) -> list[Reference]:
-    """References for the comparison; the gate is about the first one."""
+    """Return the references for the comparison; the gate applies to the first one."""
     original = Reference(base, adapters)
     if quantization is None:
         return [original]
-    # Imports bitsandbytes, so only if it is needed.
+    # This imports bitsandbytes, so it happens only if it is needed.
     from finetune_trainer.merge.quantized_base import quantized_tensors
 
     stored = read_stored_model(read_checkpoint(base), read_json(base / CONFIG_FILE))
@@ -211,10 +178,3 @@ def _compared(base: Path, adapters: Sequence[Path], merged: Path, digests: FileD
         adapters=tuple(digests_of(adapter, (ADAPTER_CONFIG_FILE, ADAPTER_FILE)) for adapter in adapters),
         merged=digests_of(merged, (MANIFEST_FILE,) if (merged / MANIFEST_FILE).exists() else read_checkpoint(merged).file_bytes),
     )
-
-
-def _faults_of_base(found: Mapping[str, str], known: Mapping[str, str]) -> Iterator[str]:
-    """Yield faults of the base's files that have changed since the training."""
-    for name, sha256 in known.items():
-        if found.get(name) != sha256:
-            yield f"base file {name} does not have the sha256 that preflight recorded: it changed after that"

@@ -1,1 +1,1 @@
-"""Weights on disk, shared by merge, verify, model and checkpoint: headers, element types, and the names of each model type."""
+"""Weights on disk: headers, element types, and the names in each model type. Used by merge, verify, model and checkpoint."""

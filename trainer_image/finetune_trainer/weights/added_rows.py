@@ -1,8 +1,8 @@
-"""A copy of a model's weights in which the embeddings have rows for added tokens.
+"""Copies a model's weights, with rows for added tokens in the embeddings.
 
-Files without embeddings become links to the model's own files, or copies. The others are written again, tensor after tensor,
-block after block. A new row is the mean of the rows of all known tokens, as in transformers' resize_token_embeddings without its
-noise, so that an untrained token is as likely as any other.
+Files without embeddings become links to the model's own files, or copies of them. Files with embeddings are written tensor by
+tensor, block by block. A new row is the mean of the rows of all known tokens, as in transformers' resize_token_embeddings but
+without noise, so an untrained token is about as likely as other tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from finetune_trainer.files import open_within, sync_file
 from finetune_trainer.weights.errors import BrokenCheckpointError, UnsupportedBaseError
-from finetune_trainer.weights.headers import DTYPE_BYTES, INDEX_FILE, Checkpoint, TensorHeader, read_header, read_json
+from finetune_trainer.weights.headers import INDEX_FILE, Checkpoint, TensorHeader, encode_header, read_header, read_json
 from finetune_trainer.weights.rounding import TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredModel
 
 BLOCK_BYTES = 16 << 20
-"""Bytes that are copied or summed at a time."""
-_ALIGNMENT = 8
-"""Alignment of tensors in bytes, as in the safetensors library."""
+"""Number of bytes that are copied or summed at a time."""
 _RESIZED_BIAS = "final_logits_bias"
 
 
@@ -41,45 +38,42 @@ class Vocabulary:
     """Tensors by their names in the files."""
     num_rows: int
     embedding: str
-    """Last part of the input embedding's path, by which PEFT names modules."""
+    """Last part of the input embedding's path, which is PEFT's name for the module."""
     head: str
     """Last part of the output head's path."""
     separate_head: str | None
-    """The output head, if it does not share the embedding's values."""
+    """Last part of the output head's path if the head does not share the embedding's values, or None."""
 
 
 def vocabulary_of(model: StoredModel, *, saved_whole: Collection[str] | None) -> Vocabulary:
     """Find the tensors that have a row for each token.
 
-    saved_whole: names of modules that an adapter holds whole (of others it holds only rows of weights); None: there is no
-    adapter.
+    saved_whole: names of modules that an adapter holds whole (it holds only rows of other modules); None: there is no adapter.
     Raises UnsupportedBaseError if rows cannot be added.
     """
     parameters = model.vocabulary()
     sources = set(model.family.ties.values()) - set(model.family.ties)
     embedding = next((path for path in sorted(sources) if path in parameters), None)
     if embedding is None or len(parameters[embedding].parts) != 1:
-        raise UnsupportedBaseError("the files hold no input embedding that is known by its name")
-    other = next((path for path in model.parameters if path in model.embeddings and path not in parameters), None)
-    if other is not None:
-        counts = f"{other} has {model.parameters[other].shape[0]} rows and {embedding} {parameters[embedding].shape[0]}"
-        raise UnsupportedBaseError(f"{counts}, so the ids of tokens would not be the same in both")
-    apart = next((path for path in model.parameters if path.rpartition(".")[2] == _RESIZED_BIAS), None)
-    if apart is not None:
-        raise UnsupportedBaseError(f"{apart} has a value for each token, and is part of neither embedding nor output head")
-    biased = [path.removesuffix(".bias") for path in parameters if path.endswith(".bias")]
-    lost = next((module for module in biased if not _is_held_whole(module, saved_whole)), None)
-    if lost is not None:
-        raise UnsupportedBaseError(
-            f"{lost}.bias has a value for each token, and an adapter holds none for added ones unless modulesToSave names "
-            f"{lost.rpartition('.')[2]}"
-        )
-    empty = next((parameter.path for parameter in parameters.values() if 0 in parameter.shape), None)
-    if empty is not None:
-        raise UnsupportedBaseError(f"{empty} holds no value")
-    wrong = next((parameter for parameter in parameters.values() if parameter.dtype not in TORCH_DTYPES), None)
-    if wrong is not None:
-        raise UnsupportedBaseError(f"{wrong.path} has the element type {wrong.dtype}, of which there is no mean")
+        raise UnsupportedBaseError("the files hold no input embedding with a known name")
+    for path, parameter in model.parameters.items():
+        if path in model.embeddings and path not in parameters:
+            counts = f"{path} has {parameter.shape[0]} rows and {embedding} {parameters[embedding].shape[0]}"
+            raise UnsupportedBaseError(f"{counts}, so added tokens would have different ids in the two")
+        if path.rpartition(".")[2] == _RESIZED_BIAS:
+            raise UnsupportedBaseError(f"{path} has a value for each token, but belongs to neither embedding nor output head")
+    for path, parameter in parameters.items():
+        module, _, name = path.rpartition(".")
+        is_held = saved_whole is None or any(f".{module}".endswith(f".{saved}") for saved in saved_whole)
+        if name == "bias" and not is_held:
+            raise UnsupportedBaseError(
+                f"{path} has a value for each token, and an adapter holds the values of added tokens only if modulesToSave names "
+                f"{module.rpartition('.')[2]}"
+            )
+        if 0 in parameter.shape:
+            raise UnsupportedBaseError(f"{path} holds no value")
+        if parameter.dtype not in TORCH_DTYPES:
+            raise UnsupportedBaseError(f"{path} has the element type {parameter.dtype}, for which no mean can be computed")
     heads = [path for path in model.family.ties if path.endswith(".weight")]
     separate = [path for path in heads if path in parameters and model.tie(path) is None]
     return Vocabulary(
@@ -91,16 +85,12 @@ def vocabulary_of(model: StoredModel, *, saved_whole: Collection[str] | None) ->
     )
 
 
-def _is_held_whole(module: str, saved_whole: Collection[str] | None) -> bool:
-    return saved_whole is None or any(f".{module}".endswith(f".{name}") for name in saved_whole)
-
-
 def _module(path: str) -> str:
     return path.removesuffix(".weight").rpartition(".")[2]
 
 
 def written_bytes(checkpoint: Checkpoint, vocabulary: Vocabulary, num_rows: int, directory: Path) -> int:
-    """Bytes that the copy takes in `directory`, which exists. Files on the same file system become links."""
+    """Return the bytes that the copy takes in the existing `directory`. Files on the same file system become links."""
     changed = {header.file.name for header in vocabulary.tensors.values()}
     device = directory.stat().st_dev
     rows = sum((num_rows - vocabulary.num_rows) * _row_bytes(header) for header in vocabulary.tensors.values())
@@ -123,36 +113,46 @@ def write_with_rows(
 ) -> None:
     """Write weights and index to the directory `target`, durably.
 
-    root: directory below which links of the model may lead. num_known: number of tokens before any were added, over whose rows
-    the mean is taken. added: ids of the added tokens; rows beyond the model's own are theirs, too. Raises BrokenCheckpointError,
-    OSError.
+    root: directory that the model's links must not leave. num_known: number of tokens before any were added; the mean is taken
+    over their rows. added: ids of added tokens, whose rows become the mean, as do all rows beyond the model's own. Raises
+    BrokenCheckpointError, OSError.
     """
     changed = {header.file.name for header in vocabulary.tensors.values()}
     for name in checkpoint.file_bytes:
         with open_within(checkpoint.directory / name, root) as source:
             if name in changed:
                 tensors = read_header(checkpoint.directory / name)
-                grown = [
-                    _Grown(tensor, num_rows, num_known, added) if tensor.name in vocabulary.tensors else tensor
-                    for tensor in tensors
-                ]
-                _write(source, grown, target / name)
+                grown = {tensor.name: (num_rows, *tensor.shape[1:]) for tensor in tensors if tensor.name in vocabulary.tensors}
+                with (target / name).open("wb") as file:
+                    file.write(_header(source, tensors, grown))
+                    for tensor in tensors:
+                        if tensor.name in grown:
+                            _copy_with_rows(source, tensor, file, num_known=num_known, added=added, num_rows=num_rows)
+                        else:
+                            _copy(source, tensor, file)
             else:
                 link_or_copy(source, target / name)
         sync_file(target / name)
-    index = checkpoint.directory / INDEX_FILE
-    if index.exists():
-        content = _with_larger_totals(read_json(index), [*vocabulary.tensors.values()], num_rows)
-        (target / INDEX_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    if (checkpoint.directory / INDEX_FILE).exists():
+        index = read_json(checkpoint.directory / INDEX_FILE)
+        grown_by = {header: num_rows - header.shape[0] for header in vocabulary.tensors.values()}
+        more = {
+            "total_size": sum(count * _row_bytes(header) for header, count in grown_by.items()),
+            "total_parameters": sum(count * math.prod(header.shape[1:]) for header, count in grown_by.items()),
+        }
+        metadata = index.get("metadata")
+        totals = metadata if isinstance(metadata, dict) else {}
+        totals.update({name: totals[name] + count for name, count in more.items() if type(totals.get(name)) is int})
+        (target / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
         sync_file(target / INDEX_FILE)
 
 
 def link_or_copy(source: BufferedReader, target: Path) -> None:
-    """Link the open file to another name, or copy it if the file system or the owner's rights do not allow a link."""
+    """Link the open file as `target`, or copy it if the file system or the file's owner does not allow a link."""
     descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # By its descriptor, since the path may now lead elsewhere. Without a directory descriptor Python does not follow the
-        # link.
+        # The descriptor names the file, since its path may now lead elsewhere. Python follows this link only if it gets a
+        # directory descriptor.
         os.link(str(source.fileno()), target, src_dir_fd=descriptors, follow_symlinks=True)
     except OSError:
         with target.open("wb") as copy:
@@ -161,65 +161,30 @@ def link_or_copy(source: BufferedReader, target: Path) -> None:
         os.close(descriptors)
 
 
-@dataclass(frozen=True)
-class _Grown:
-    """A tensor with rows for added tokens."""
-
-    stored: TensorHeader
-    num_rows: int
-    num_known: int
-    added: Collection[int]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, *self.stored.shape[1:])
-
-    def write(self, source: BufferedReader, target: BufferedWriter) -> None:
-        mean = self._mean(source)
-        for first, rows in _blocks(source, self.stored):
-            for row in self.added:
-                if 0 <= row - first < len(rows):
-                    rows[row - first] = mean
-            target.write(_bytes(rows))
-        target.writelines(_bytes(mean) for _ in range(self.stored.shape[0], self.num_rows))
-
-    def _mean(self, source: BufferedReader) -> torch.Tensor:
-        total = torch.zeros(self.stored.shape[1:], dtype=torch.float64)
-        count = min(self.num_known, self.stored.shape[0])
-        for first, rows in _blocks(source, self.stored):
-            if first < count:
-                total += rows[: count - first].double().sum(dim=0)
-        return (total / max(count, 1)).to(TORCH_DTYPES[self.stored.dtype])
-
-
-def _write(source: BufferedReader, tensors: Sequence[TensorHeader | _Grown], target: Path) -> None:
-    """Write a safetensors file of these tensors, with the metadata of the source file."""
-    entries: dict[str, Any] = {}
-    metadata = _metadata(source)
-    if metadata is not None:
-        entries["__metadata__"] = metadata
-    position = 0
-    for tensor in tensors:
-        stored = tensor.stored if isinstance(tensor, _Grown) else tensor
-        size = math.prod(tensor.shape) * DTYPE_BYTES[stored.dtype]
-        entries[stored.name] = {"dtype": stored.dtype, "shape": list(tensor.shape), "data_offsets": [position, position + size]}
-        position += size
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _ALIGNMENT)
-    with target.open("wb") as file:
-        file.write(struct.pack("<Q", len(header)) + header)
-        for tensor in tensors:
-            if isinstance(tensor, _Grown):
-                tensor.write(source, file)
-            else:
-                _copy(source, tensor, file)
-
-
-def _metadata(source: BufferedReader) -> dict[str, Any] | None:
+def _header(source: BufferedReader, tensors: Sequence[TensorHeader], grown: Mapping[str, tuple[int, ...]]) -> bytes:
+    """Return the header of a safetensors file with these tensors and the source's metadata. grown: new shapes by name."""
     source.seek(0)
     (length,) = struct.unpack("<Q", source.read(8))
-    metadata: dict[str, Any] | None = json.loads(source.read(length)).get("__metadata__")
-    return metadata
+    metadata = json.loads(source.read(length)).get("__metadata__")
+    return encode_header(((tensor.name, tensor.dtype, grown.get(tensor.name, tensor.shape)) for tensor in tensors), metadata)
+
+
+def _copy_with_rows(
+    source: BufferedReader, tensor: TensorHeader, target: BufferedWriter, *, num_known: int, added: Collection[int], num_rows: int
+) -> None:
+    """Copy a tensor, with rows for added tokens."""
+    total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
+    count = min(num_known, tensor.shape[0])
+    for first, rows in _blocks(source, tensor):
+        if first < count:
+            total += rows[: count - first].double().sum(dim=0)
+    mean = (total / max(count, 1)).to(TORCH_DTYPES[tensor.dtype])
+    for first, rows in _blocks(source, tensor):
+        for row in added:
+            if 0 <= row - first < len(rows):
+                rows[row - first] = mean
+        target.write(_bytes(rows))
+    target.writelines(_bytes(mean) for _ in range(tensor.shape[0], num_rows))
 
 
 def _copy(source: BufferedReader, tensor: TensorHeader, target: BufferedWriter) -> None:
@@ -234,7 +199,7 @@ def _copy(source: BufferedReader, tensor: TensorHeader, target: BufferedWriter) 
 
 
 def _blocks(source: BufferedReader, tensor: TensorHeader) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield consecutive rows, with the number of the first."""
+    """Yield blocks of consecutive rows, each with the number of its first row."""
     width = _row_bytes(tensor)
     at_once = max(1, BLOCK_BYTES // width)
     for first in range(0, tensor.shape[0], at_once):
@@ -256,14 +221,3 @@ def _bytes(values: torch.Tensor) -> memoryview:
 
 def _cut_short(tensor: TensorHeader) -> BrokenCheckpointError:
     return BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name} while it was read. Fetch it again.")
-
-
-def _with_larger_totals(index: Mapping[str, Any], grown: Sequence[TensorHeader], num_rows: int) -> dict[str, Any]:
-    metadata = index.get("metadata")
-    more = {
-        "total_size": sum((num_rows - tensor.shape[0]) * _row_bytes(tensor) for tensor in grown),
-        "total_parameters": sum((num_rows - tensor.shape[0]) * math.prod(tensor.shape[1:]) for tensor in grown),
-    }
-    known = metadata if isinstance(metadata, Mapping) else {}
-    sums = {name: known[name] + count for name, count in more.items() if type(known.get(name)) is int}
-    return {**index, "metadata": {**known, **sums}} if sums else dict(index)

@@ -5,7 +5,7 @@ from finetune_trainer.errors import TrainerError
 
 
 class MergeError(TrainerError):
-    """A merge that cannot be done right is not done at all."""
+    """The merge cannot be done correctly, so it is not done at all."""
 
 
 class BrokenCheckpointError(MergeError):
@@ -21,43 +21,28 @@ class UnsupportedAdapterError(MergeError):
 
 
 class UnsupportedBaseError(MergeError):
-    """The base model cannot be merged into, e.g. because it is quantised."""
+    """The adapter cannot be merged into this base model, e.g. because the base is quantised."""
 
     failure = FailureClass.USER_MODEL
 
 
 class TiedWeightsError(MergeError):
-    """The adapter changes one of several tensors that share memory, and the model cannot be written with them apart."""
+    """The adapter changes one of several tensors that share memory, and the model cannot store them separately."""
 
     failure = FailureClass.USER_MODEL
 
 
-class AdapterTensorUnknownError(MergeError):
-    """An adapter tensor matches no base weight; merging would silently drop trained values."""
+class AdapterTensorError(MergeError):
+    """An adapter tensor is missing, has a wrong shape, changes nothing in the base, or changes the same as another tensor.
 
-    failure = FailureClass.USER_MODEL
-
-
-class AdapterTensorMissingError(MergeError):
-    """The adapter should hold a tensor that it does not; the save was incomplete."""
-
-    failure = FailureClass.USER_MODEL
-
-
-class AdapterTensorDuplicateError(MergeError):
-    """Two adapter tensors claim the same base weight."""
-
-    failure = FailureClass.USER_MODEL
-
-
-class AdapterTensorMisshapedError(MergeError):
-    """An adapter tensor does not fit its base weight or the rank in adapter_config.json."""
+    A merge would silently drop trained values.
+    """
 
     failure = FailureClass.USER_MODEL
 
 
 class OutputExistsError(MergeError):
-    """The output directory holds something else than this merge's result."""
+    """The output directory holds something other than this merge's result."""
 
     failure = FailureClass.USER_CONFIG
 
@@ -69,24 +54,24 @@ class NotFiniteError(MergeError):
 
 
 class StorageError(MergeError):
-    """A file could not be read or written because of the storage; what was finished is kept for the next try."""
+    """The storage kept a file from being read or written. Finished files are kept for the next attempt."""
 
 
 class NoSpaceError(StorageError):
-    """The output's file system is full, or a quota or limit of file sizes is reached."""
+    """The output's file system is full, or a quota or a limit on file sizes is reached."""
 
     failure = FailureClass.DISK_FULL
 
 
 class InputChangedError(MergeError):
-    """Base or adapter was written to while it was merged."""
+    """The base or the adapter changed while it was merged."""
 
 
 class OutputBusyError(MergeError):
-    """Another process merges into the same output."""
+    """Another process is merging into the same output."""
 
 
 class DeviceUnavailableError(MergeError):
-    """The device that was asked for is not there."""
+    """The requested device does not exist."""
 
     failure = FailureClass.USER_CONFIG

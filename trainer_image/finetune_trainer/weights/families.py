@@ -1,6 +1,6 @@
-"""Names of parameters in the files of transformers' model types, and which parameters share memory.
+"""Names of parameters in the files of each transformers model type, and which parameters share memory.
 
-Importing transformers takes seconds and hundreds of megabytes, which a plain merge should not need. So the common types are
+Importing transformers takes seconds and hundreds of megabytes, which an ordinary merge should not need. So common types are
 listed here (a test compares them with the library), and the library is imported only for other types.
 """
 
@@ -18,29 +18,29 @@ VOCABULARY_FIELD = "vocab_size"
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Properties of a model type that StoredModel needs."""
+    """The properties of a model type that StoredModel needs."""
 
     prefix: str = "model"
-    """Name of the model inside the one with a head, which files saved without the head leave out. Empty: there is none."""
+    """Name of the inner model in a model with a head. Files saved without the head lack this prefix. Empty: no inner model."""
     ties: Mapping[str, str] = field(default_factory=lambda: {"lm_head.weight": "model.embed_tokens.weight"})
-    """Parameter -> the one that it shares its memory with, if config.json has tie_word_embeddings."""
+    """Parameter -> the parameter with which it shares memory if the embeddings are tied (`is_tied`)."""
     ties_by_default: bool = False
-    """Whether the embeddings are tied if config.json has no tie_word_embeddings."""
+    """Whether the embeddings are tied if config.json does not set tie_word_embeddings."""
     always_tied: bool = False
-    """Whether the library ties them whatever config.json says."""
+    """Whether the library ties the embeddings whatever config.json says."""
     held_in_fp32: frozenset[str] = frozenset()
-    """Modules, by the last part of their names, whose parameters the library keeps in fp32 when it loads a model in float16."""
+    """Last parts of the names of modules that the library keeps in fp32 when it loads a model in float16."""
     rules: tuple[NameRule, ...] = ()
-    """Rules in the order in which they apply: every renaming, then at most one of the others."""
+    """Rules in the order in which they apply: all renamings, then at most one rule of another kind."""
     has_transposed_experts: bool = False
-    """Whether parameters of experts are (experts, in, out) rather than (experts, out, in)."""
+    """Whether parameters of experts have the shape (experts, in, out), not (experts, out, in)."""
     part: frozenset[str] | None = None
-    """Parameters of the part that is trained, if files hold more than a text model."""
+    """Parameters of the part that is trained if the files hold more than a text model; otherwise None."""
     peft_fuses_experts: bool = False
-    """Whether PEFT 0.21 turns adapters of single experts, as older versions saved them, into adapters of the fused parameters."""
+    """Whether PEFT 0.21 turns adapters of single experts, which older versions saved, into adapters of fused parameters."""
 
     def is_tied(self, config: Mapping[str, Any]) -> bool:
-        """Whether transformers ties the embeddings of a model with this config.json, as long as their values agree."""
+        """Whether transformers ties the embeddings of a model with this config.json, if their values agree."""
         stated = config.get("tie_word_embeddings")
         return self.always_tied or bool(self.ties_by_default if stated is None else stated)
 
@@ -52,7 +52,7 @@ LEGACY_NAME_RULES: tuple[NameRule, ...] = (
     Renaming((".weight_v",), ".parametrizations.weight.original1"),
     Renaming((r"^model\.language_model\.model", r"^language_model\.model\.model"), "model.language_model"),
 )
-"""Rules for names in old checkpoints of any type, applied after a family's own."""
+"""Rules for names in old checkpoints of any type. They apply after a family's own rules."""
 
 QWEN_EXPERTS: tuple[NameRule, ...] = (
     ExpertStack(("mlp.experts.*.gate_proj.weight", "mlp.experts.*.up_proj.weight"), "mlp.experts.gate_up_proj"),
@@ -102,11 +102,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen2_moe": ModelFamily(rules=QWEN_EXPERTS),
 }  # fmt: skip
-"""Families by model_type. The library is asked about types that are not listed (library_family)."""
+"""Families by model_type. For types that are not listed, the library is asked (library_family)."""
 
 
 def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
-    """Settings of config.json that say whether the embeddings are tied."""
+    """Return the settings of config.json that say whether the embeddings are tied."""
     changes: dict[str, Any] = {TIE_FIELD: is_tied}
     text = config.get("text_config")
     if isinstance(text, Mapping) and TIE_FIELD in text:
@@ -115,43 +115,45 @@ def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
 
 
 def vocabulary_settings(config: Mapping[str, Any], num_rows: int) -> dict[str, Any]:
-    """Settings of config.json for the number of rows of the embeddings, as transformers' resize_token_embeddings sets them."""
+    """Return config.json's settings for this number of embedding rows, as transformers' resize_token_embeddings sets them."""
     text = config.get("text_config")
     changes: dict[str, Any] = {"text_config": {**text, VOCABULARY_FIELD: num_rows}} if isinstance(text, Mapping) else {}
     return changes | ({} if changes and VOCABULARY_FIELD not in config else {VOCABULARY_FIELD: num_rows})
 
 
 def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelFamily:
-    """The family of a model with this config.json and stored tensors of these names. Raises ImportError without transformers."""
+    """Return the family of a model. stored: tensors by name. Raises ImportError if transformers is needed but not installed."""
     model_type = config.get("model_type")
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
     family = library_family(config) if model_type else None
-    # If the library does not know the type, a file without an output embedding means that it is tied.
+    # If the library does not know the type: without a stored output embedding, the embeddings must be tied.
     return family or ModelFamily(ties_by_default="lm_head.weight" not in stored)
 
 
 def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """The family according to the library; None if it does not know the model type, and the model brings its own code."""
+    """Return the family according to the library; None if the library does not know the type, so the model has its own code."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     model_type = str(config["model_type"])
     if model_type not in CONFIG_MAPPING:
         return None
+    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
+
     plain = _with_floats({name: value for name, value in config.items() if name != "quantization_config"})
     model_config = CONFIG_MAPPING[model_type].from_dict(plain)
-    # In a multimodal model the text part is trained, which may be a class of its own, with names of its own.
+    # In a multimodal model only the text part is trained. It may have a class and names of its own.
     is_part = model_config.get_text_config() is not model_config and type(model_config) in AutoModelForCausalLM._model_mapping  # noqa: SLF001
     model = _structure(plain, is_part=is_part)
     ties = _ties(model)
-    # Without ties, a configuration separates everything that the model shares: in Zamba 2 whole layers, which should not be
-    # written twice.
+    # Setting tie_word_embeddings to false unties every shared tensor, not only the embeddings. In Zamba 2 whole layers are
+    # shared and must not be written twice, so only a model with a single tie can store its tensors separately.
     can_part = len(ties) == 1 and not _ties(_structure(plain | tie_settings(plain, is_tied=False), is_part=is_part))
     inner = getattr(model, model.base_model_prefix, None)
     return ModelFamily(
         prefix=model.base_model_prefix if inner is not None and inner is not model else "",
-        # If nothing is tied, but a configuration could ask for it: the embeddings that it would tie.
+        # If nothing is tied, but a configuration could tie the embeddings, these are the embeddings.
         ties=ties or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
         ties_by_default=bool(ties),
         always_tied=bool(ties) and (not can_part or config.get(TIE_FIELD) is False),
@@ -161,12 +163,13 @@ def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
         ),
         part=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) if is_part else None,
         has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
-        peft_fuses_experts=_peft_fuses_experts(model_type),
+        # PEFT's own tables say this.
+        peft_fuses_experts=_MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS,
     )
 
 
 def _structure(config: Mapping[str, Any], *, is_part: bool) -> Any:
-    """The model that transformers makes of config.json, without weights."""
+    """Build the model that transformers builds from config.json, without weights."""
     import torch
     import transformers
     from transformers import CONFIG_MAPPING, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
@@ -182,12 +185,12 @@ def _structure(config: Mapping[str, Any], *, is_part: bool) -> Any:
 
 
 def _ties(model: Any) -> dict[str, str]:
-    """Tied parameters -> the one that each shares its memory with."""
+    """Return each tied parameter -> the parameter with which it shares memory."""
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
 
 
 def _embeddings(model: Any) -> dict[str, str]:
-    """Output embedding -> input embedding, which could be tied, if the model has both."""
+    """Return output embedding -> input embedding, which could be tied; empty unless the model has both."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = [names.get(id(module)) for module in (model.get_output_embeddings(), model.get_input_embeddings())]
     return {f"{parts[0]}.weight": f"{parts[1]}.weight"} if None not in parts else {}
@@ -203,7 +206,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _rule(transform: Any) -> NameRule:
-    """A WeightTransform of the library as plain data; transformers.core_model_loading defines its fields."""
+    """Return a WeightTransform of the library as plain data. transformers.core_model_loading defines its fields."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
     sources, targets = tuple(transform.source_patterns), tuple(transform.target_patterns)
@@ -212,20 +215,14 @@ def _rule(transform: Any) -> NameRule:
         scope = f"{transform.scope_prefix}." if transform.scope_prefix else ""
         base = f"{transform.base_model_prefix}." if transform.base_model_prefix else ""
         scopes = (base + scope, scope)
+    operations = getattr(transform, "operations", ())
+    steps = [(type(step), getattr(step, "dim", None)) for step in operations]
     if type(transform) in (WeightRenaming, PrefixChange) and len(targets) == 1:
         return Renaming(sources, targets[0], scopes)
-    if type(transform) is WeightConverter and len(targets) == 1 and all(source.count("*.") == 1 for source in sources):
-        steps = [(type(step), getattr(step, "dim", None)) for step in transform.operations]
-        if steps == [(MergeModulelist, 0), (Concatenate, 1)] or (steps == [(MergeModulelist, 0)] and len(sources) == 1):
-            return ExpertStack(sources, targets[0], scopes)
-    steps_text = ", ".join(type(step).__name__ for step in getattr(transform, "operations", ())) or type(transform).__name__
-    operations = [(type(step), getattr(step, "dim", None)) for step in getattr(transform, "operations", ())]
-    joins_rows = operations == [(Concatenate, 0)] and len(targets) == 1 and not any("*" in source for source in sources)
+    is_of_experts = type(transform) is WeightConverter and all(source.count("*.") == 1 for source in sources)
+    is_stack = steps == [(MergeModulelist, 0), (Concatenate, 1)] or (steps == [(MergeModulelist, 0)] and len(sources) == 1)
+    if is_of_experts and is_stack and len(targets) == 1:
+        return ExpertStack(sources, targets[0], scopes)
+    steps_text = ", ".join(type(step).__name__ for step in operations) or type(transform).__name__
+    joins_rows = steps == [(Concatenate, 0)] and len(targets) == 1 and not any("*" in source for source in sources)
     return Unreadable(sources, targets, steps_text, scopes, joins_rows)
-
-
-def _peft_fuses_experts(model_type: str) -> bool:
-    """Whether PEFT converts old adapters of this type when it loads them, according to its own tables."""
-    from peft.utils.transformers_weight_conversion import _MODEL_TO_CONVERSION_PATTERN, _MOE_FUSED_TARGETS
-
-    return _MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS

@@ -1,7 +1,7 @@
-"""Safetensors headers of a base model or an adapter: names, dtypes, shapes and byte positions. Never weights, never pickle.
+"""Reads safetensors headers of a base model or an adapter: names, dtypes, shapes and byte positions. Reads no weights or pickles.
 
-Invariant: every returned position is inside its file, and a tensor's byte count equals its shape times its dtype, so that later
-reads need no further checks. stored.py knows what the tensors mean.
+Every returned position is inside its file, and each tensor has as many bytes as its shape and dtype need, so later reads need no
+further checks. stored.py knows what the tensors mean.
 Format: 8 bytes little-endian header length, a JSON header, then the data (https://huggingface.co/docs/safetensors).
 """
 
@@ -10,40 +10,51 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune_trainer.files import OTHER_LAYOUT, SpecialFileError, open_regular
+from finetune_trainer.weights.adapter_layouts import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    LFS_POINTER,
+    foreign_names,
+    no_adapter_file,
+)
 from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError
+
+__all__ = ["ADAPTER_CONFIG_FILE", "ADAPTER_FILE"]
 
 DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""Bytes per element of the dtypes that safetensors writes for torch. Sub-byte and scale-only types are refused."""
+"""Bytes per element of each dtype that is read. Types of less than a byte, and types only for scales, are refused."""
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Element types of a merged model: torch's name -> the name in headers."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""The safetensors library refuses larger headers; a larger number here means that the file is something else."""
+"""Maximum size of a header, as in the safetensors library. A file that states a larger size is of another format."""
 
 MAX_JSON_BYTES = 256 << 20
-"""Bound of a configuration or an index. A truncated one is no valid JSON."""
+"""Maximum size of a configuration or an index. Of a larger file only a part is read, which is not valid JSON."""
 
 MAX_DIMENSIONS = 64
-"""Bound of a tensor's dimensions, which is torch's own."""
+"""Maximum number of a tensor's dimensions, as in torch."""
 MAX_FILE_BYTES = 2**63 - 1
+_ALIGNMENT = 8
+"""Alignment of tensors in bytes, as in the safetensors library."""
 
+_POINTER = (
+    "is a pointer of Git LFS and not the file itself. Run `git lfs pull` in the clone, or fetch the model with `hf download`."
+)
 _SHARD_NUMBER = re.compile(r"(?P<name>.*)-(?P<number>\d{1,9})-of-(?P<count>\d{1,9})\.safetensors")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-"""Number of a layer or an expert in the name of a tensor."""
+"""Pattern for the number of a layer or an expert in a tensor's name."""
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-ADAPTER_FILE = "adapter_model.safetensors"
-_PICKLED_ADAPTER = "adapter_model.bin"
-ADAPTER_CONFIG_FILE = "adapter_config.json"
 CONFIG_FILE = "config.json"
 
 
@@ -64,7 +75,7 @@ class TensorHeader:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All tensors of a directory, in the order in which they are on disk (file by file, then by offset)."""
+    """All tensors of a directory in their order on disk: file by file, and by offset in each file."""
 
     directory: Path
     tensors: Mapping[str, TensorHeader]
@@ -72,13 +83,15 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> list[TensorHeader]:
-    """Tensors of one safetensors file, by offset. Raises BrokenCheckpointError when file and header disagree."""
+    """Return the tensors of one safetensors file, by offset. Raises BrokenCheckpointError if file and header disagree."""
     try:
         size = path.stat().st_size
         with open_regular(path) as file:
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise BrokenCheckpointError(f"{path}: {size} bytes is too short for a safetensors file. Fetch it again.")
+            if LFS_POINTER.startswith(prefix):
+                raise BrokenCheckpointError(f"{path}: {_POINTER}")
             header_bytes = struct.unpack("<Q", prefix)[0]
             if header_bytes > MAX_HEADER_BYTES or 8 + header_bytes > size:
                 raise BrokenCheckpointError(
@@ -121,37 +134,50 @@ def read_header(path: Path) -> list[TensorHeader]:
         tensors.append(tensor)
     if position != size:
         raise BrokenCheckpointError(
-            f"{path}: tensors end at byte {position} but the file has {size} bytes: it is truncated or has foreign "
-            "bytes at its end. Fetch it again."
+            f"{path}: tensors end at byte {position}, but the file has {size} bytes: it is truncated or has additional bytes at "
+            "its end. Fetch it again."
         )
     return tensors
 
 
+def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None) -> bytes:
+    """Return the length prefix and the header of a file with these tensors (name, dtype, shape), in order and without gaps."""
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    position = 0
+    for name, dtype, shape in tensors:
+        end = position + math.prod(shape) * DTYPE_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
+        position = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
 def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object and refuse names that occur twice, of which readers take different ones."""
+    """Build an object, but refuse a name that occurs twice, because readers disagree on which entry counts."""
     entries = dict(pairs)
     if len(entries) != len(pairs):
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"{twice!r} is there twice")
+        raise ValueError(f"{twice!r} occurs twice")
     return entries
 
 
 def _constant(name: str) -> float:
-    """Decode a constant. Infinity is a limit in some architectures (Mamba's time steps); NaN is never intended."""
+    """Decode Infinity, which is a limit in some architectures (Mamba's time steps). Refuse NaN, which is never intended."""
     if name == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return float(name)
 
 
 def _tagged(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse NaN in the form in which transformers writes values that JSON lacks."""
+    """Refuse NaN as transformers writes it (JSON has no such value); return other objects unchanged."""
     if value.get("__float__") == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return value
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether dtype, shape and positions are of the right types, and small enough that a product of them is a number of bytes."""
+    """Whether dtype, shape and positions have the right types, and all numbers are within their limits."""
     if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
         return False
     shape, offsets = entry.get("shape"), entry.get("data_offsets")
@@ -163,7 +189,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Headers of a model directory: one `model.safetensors`, or the shards that its index names.
+    """Read the headers of a model directory: of its `model.safetensors`, or of the shards that its index names.
 
     Raises BrokenCheckpointError for missing or inconsistent files, and for models that only exist as pickles.
     """
@@ -175,10 +201,16 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         files = sorted(set(weight_map.values()))
     elif (directory / SINGLE_FILE).exists():
         weight_map, files = {}, [SINGLE_FILE]
+    elif (directory / ADAPTER_CONFIG_FILE).exists():
+        named = read_json(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+        raise BrokenCheckpointError(
+            f"{directory}: is an adapter and not a model. Name its base ({named!r}, as {ADAPTER_CONFIG_FILE} says), or merge the "
+            "adapter into it first."
+        )
     else:
         raise BrokenCheckpointError(
-            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} is there. Only safetensors are read; convert a model "
-            "that exists as .bin or .pt files with save_pretrained."
+            f"{directory}: neither {SINGLE_FILE} nor {INDEX_FILE} exists. Only safetensors are read; convert a model that exists "
+            "as .bin or .pt files with save_pretrained."
         )
     tensors: dict[str, TensorHeader] = {}
     for file_name in files:
@@ -199,12 +231,12 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _require_all_shards(directory: Path, files: Collection[str]) -> None:
-    """Raise BrokenCheckpointError if the index does not name all shards, whose tensors would be missing in the model."""
+    """Raise BrokenCheckpointError unless the index names all shards; the model would lack the tensors of other shards."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_SHARD_NUMBER.fullmatch, files)):
         numbers.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
     for (_, count), present in numbers.items():
-        # Some models count from 0.
+        # Some models number their files from 0, so only the count is compared.
         if len(present) < count:
             absent = next(number for number in range(1, count + 1) if number not in present)
             raise BrokenCheckpointError(
@@ -214,7 +246,7 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 
 
 def unnamed_files(checkpoint: Checkpoint) -> list[str]:
-    """Safetensors files beside a model that are no part of it, without a second copy of the model in another layout."""
+    """List safetensors files next to a model that do not belong to it, without a copy of the model in another layout."""
     others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 
@@ -222,7 +254,7 @@ def unnamed_files(checkpoint: Checkpoint) -> list[str]:
 def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
     """Raise BrokenCheckpointError if the index leaves out a file with tensors of the model.
 
-    Such tensors are further layers, whose names differ from known ones only in their numbers. others: files beside the model.
+    Such tensors are further layers: their names differ from known names only in numbers. others: files next to the model.
     """
     kinds = {_NUMBER.sub("N", name) for name in checkpoint.tensors}
     for other in others:
@@ -233,35 +265,37 @@ def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
         for tensor in header:
             if tensor.name not in checkpoint.tensors and _NUMBER.sub("N", tensor.name) in kinds:
                 raise BrokenCheckpointError(
-                    f"{checkpoint.directory / other}: holds tensor {tensor.name}, which the index leaves out, and with it the "
-                    "model. Fetch the model again, or move the file away if it is no part of it."
+                    f"{checkpoint.directory / other}: holds tensor {tensor.name}, which the index leaves out, so the model would "
+                    "lack it. Fetch the model again, or move the file away if it is not part of the model."
                 )
 
 
 def read_adapter(directory: Path) -> Checkpoint:
-    """Headers of a PEFT adapter directory. Raises BrokenCheckpointError when the safetensors file is missing or empty."""
+    """Read the headers of a PEFT adapter directory.
+
+    Raises BrokenCheckpointError if the file is missing, broken or empty, or if it is not in PEFT's layout.
+    """
     path = directory / ADAPTER_FILE
-    if not path.exists() and (directory / _PICKLED_ADAPTER).exists():
-        convert = f"save_file(load({_PICKLED_ADAPTER!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
-        raise BrokenCheckpointError(
-            f"{directory}: {ADAPTER_FILE} is missing, and {_PICKLED_ADAPTER} is a pickle, which is never loaded here. Convert it "
-            f'in that directory: python -c "from torch import load; from safetensors.torch import save_file; {convert}"'
-        )
     if not path.exists():
-        raise BrokenCheckpointError(f"{directory}: {ADAPTER_FILE} is missing. Save the adapter with safe_serialization=True.")
+        raise BrokenCheckpointError(no_adapter_file(directory))
     tensors = {tensor.name: tensor for tensor in read_header(path)}
     if not tensors:
         raise BrokenCheckpointError(
-            f"{path}: holds no tensor at all, so nothing was trained or the save gathered nothing from its ranks."
+            f"{path}: holds no tensors, so nothing was trained, or nothing was gathered from the ranks when it was saved."
         )
+    if (problem := foreign_names(path, tensors)) is not None:
+        raise BrokenCheckpointError(problem)
     return Checkpoint(directory, tensors, {ADAPTER_FILE: path.stat().st_size})
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from `path`. Raises MergeError naming the file."""
+    """Read a JSON object from `path`. Raises MergeError, which names the file."""
     try:
         with open_regular(path) as file:
-            value = json.loads(file.read(MAX_JSON_BYTES + 1).decode(), parse_constant=_constant, object_hook=_tagged)
+            content = file.read(MAX_JSON_BYTES + 1)
+        if content.startswith(LFS_POINTER):
+            raise BrokenCheckpointError(f"{path}: {_POINTER}")
+        value = json.loads(content.decode(), parse_constant=_constant, object_hook=_tagged)
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except SpecialFileError as error:

@@ -1,6 +1,6 @@
-"""Rules with which transformers turns names in files into names in the model, applied as its loader applies them.
+"""Rules by which transformers turns names in files into names in the model, applied as its loader applies them.
 
-The loader is transformers.core_model_loading (5.23): all renamings in order, then at most one rule that computes something.
+The loader, transformers.core_model_loading (5.23), applies all renamings in order, then at most one rule of another kind.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from functools import lru_cache
 
 @dataclass(frozen=True)
 class Renaming:
-    r"""The first part of a name that matches one of `sources` (regular expressions) becomes `target`; `\1` is the first group."""
+    r"""Replaces the first match of one of `sources` (regular expressions) in a name by `target`; `\1` is the first group."""
 
     sources: tuple[str, ...]
     target: str
     scopes: tuple[str, ...] = ()
-    """Prefixes of names to which it applies, the longest first. Empty: it applies to all names."""
+    """Prefixes of the names to which the rule applies, the longest first. Empty: the rule applies to all names."""
 
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Matrices of single experts become one parameter (experts, rows, columns); those of several sources are stacked by rows.
+    """Stacks matrices of single experts into one parameter (experts, rows, columns); those of several sources are joined by rows.
 
-    sources: regular expressions in which `*.` is the place of the expert's number.
+    sources: regular expressions in which `*.` marks the place of the expert's number.
     """
 
     sources: tuple[str, ...]
@@ -34,14 +34,14 @@ class ExpertStack:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """transformers computes the parameters `targets` from the stored `sources` in a way that cannot be undone part by part."""
+    """Marks parameters (`targets`) that transformers computes from stored `sources` in a way that is not reversible by part."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     operation: str
     scopes: tuple[str, ...] = ()
     joins_rows: bool = False
-    """Whether the one target is the sources stacked by rows, in order. Such a parameter can be read, but not merged into."""
+    """Whether the only target consists of the sources, joined by rows in order. It can be read, but not merged into."""
 
 
 NameRule = Renaming | ExpertStack | Unreadable
@@ -49,7 +49,7 @@ NameRule = Renaming | ExpertStack | Unreadable
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """A match of a rule in a name."""
+    """The match of a rule in a name."""
 
     before: str
     after: str
@@ -63,7 +63,7 @@ class RuleMatch:
 
 @lru_cache(maxsize=1024)
 def _pattern(sources: tuple[str, ...], counts_experts: bool) -> re.Pattern[str]:
-    """One alternative for each source, the longest first. A source that ends in a letter or digit ends at a name's boundary."""
+    """Return a pattern with an alternative for each source, the longest first. A final letter or digit must end a word."""
     branches = []
     for number, source in sorted(enumerate(sources), key=lambda item: -len(item[1])):
         body = source.replace("*.", rf"(?P<expert{number}>\d+)\." if counts_experts else r".*\.")
@@ -73,7 +73,7 @@ def _pattern(sources: tuple[str, ...], counts_experts: bool) -> re.Pattern[str]:
 
 
 def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
-    """The match of the rule in a name, or None."""
+    """Return the match of the rule in a name, or None."""
     scope = next((scope for scope in rule.scopes if name.startswith(scope)), None)
     if rule.scopes and scope is None:
         return None
@@ -85,9 +85,9 @@ def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
     groups = match.groupdict()
     source = next(number for number in range(len(rule.sources)) if groups[f"source{number}"] is not None)
     expert = int(groups[f"expert{source}"]) if isinstance(rule, ExpertStack) else 0
-    # The group inside the matching alternative, which a target calls \1.
+    # This is the group inside the matching alternative; a target calls it \1.
     inner = pattern.groupindex[f"source{source}"] + 1
     group = (match.group(inner) or "") if inner <= pattern.groups else ""
-    # The library replaces the first occurrence of the matched text, which a look-behind may place before the match.
+    # The library replaces the first occurrence of the matched text. With a look-behind, it may come before the match.
     before, _, after = rest.partition(match.group(0))
     return RuleMatch((scope or "") + before, after, source, expert, group)

@@ -1,4 +1,4 @@
-"""A checkpoint on disk -> StoredModel. Weights are read only to compare two stored copies of one tied parameter."""
+"""Reads a checkpoint on disk as a StoredModel. Weights are read only to compare stored copies of a tied parameter."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ BLOCK_BYTES = 8 << 20
 
 
 def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredModel:
-    """Read the names of a model's parameters. config: the parsed config.json. Raises BrokenCheckpointError if files are
-    incomplete.
+    """Read the names of a model's parameters. config: content of config.json. Raises BrokenCheckpointError for incomplete files.
 
-    Like transformers, this does not tie stored copies that differ, whatever config.json says (that of T5 1.1 is wrong).
+    Like transformers, this does not tie stored copies that differ, whatever config.json says (T5 1.1 has a wrong one).
     """
     model = StoredModel(base.tensors, config, family_of(config, base.tensors))
     differing = differing_ties(model)
@@ -25,7 +24,7 @@ def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredMode
 
 
 def differing_ties(model: StoredModel) -> set[str]:
-    """Paths whose stored values differ from those of the parameter that config.json ties them to."""
+    """Return the paths whose stored values differ from those of the parameter to which config.json ties them."""
     return {
         path
         for tie in model.ties

@@ -1,4 +1,4 @@
-"""Complete reads and writes of files, with the file's name in every error. Used for reading inputs and writing outputs."""
+"""Reads and writes of a merge's files that never stop short. An OSError is raised again as a StorageError that names the file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from finetune_trainer.weights.errors import NoSpaceError, StorageError
 
 @contextmanager
 def translate_os_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn an OSError into a StorageError that says which file could not be `what`: read, written, made durable."""
+    """Turn an OSError into a StorageError, which says that the file could not be `what` (read, written or made durable)."""
     try:
         yield
     except OSError as error:
         reason = error.strerror or str(error)
         if error.errno in NO_SPACE:
             raise NoSpaceError(
-                f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model, or what its "
-                "dtype takes; enlarge the workspace. What is finished is kept; the next try continues from it."
+                f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model in the merge's "
+                "dtype; enlarge the workspace. Finished parts are kept; the next try continues from them."
             ) from error
         is_refused = error.errno in REFUSED_WRITES
-        advice = "Change its owner, its mode or how it is mounted" if is_refused else "Look at the disk and its mount"
+        advice = "Change its owner, mode or mount options" if is_refused else "Check the disk and its mount"
         raise StorageError(
             f"{path}: could not be {what} ({reason}). {advice}; the next try continues from what is on disk."
         ) from error
 
 
 def read_some(descriptor: int, target: memoryview, position: int) -> int:
-    """Fill `target` from `position` on; returns the number of bytes, which is smaller only at the end of the file."""
+    """Fill `target` with bytes from `position` on. Return their number, which is smaller only at the end of the file."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done:]], position + done)
@@ -50,6 +50,6 @@ def write_all(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's names, durable."""
+    """Make the bytes of a file, or the names in a directory, durable."""
     with translate_os_errors(path, "made durable"):
         sync_file(path)

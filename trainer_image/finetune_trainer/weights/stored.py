@@ -1,7 +1,7 @@
 """Where the parameters of a model, as transformers and PEFT name them, are stored in its safetensors files.
 
-In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, which the planner and verify ask for the
-stored tensors of a parameter and the other way round.
+In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, from which the planner and verify get
+the stored tensors of a parameter.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.name_rules import ExpertStack, Renaming, Unreadable, match_rule
 
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-"""Names of the number of experts of a layer in config.json, depending on the model type."""
+"""Fields of config.json with the number of experts in a layer; which one is used depends on the model type."""
 LAYER_COUNT_FIELDS = ("num_hidden_layers", "n_layer")
 _LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The part of PEFT's factors that belongs to one stored matrix; the factors hold all experts of a parameter."""
+    """The part of PEFT's factors that belongs to one stored matrix. The factors cover all experts of a parameter."""
 
     expert: int
     num_experts: int
     first_row: int
-    """Row of the expert's whole matrix, as the model holds it, at which the stored one begins: up after gate, for instance."""
+    """Row of the expert's matrix in the model at which the stored matrix begins; up begins after gate, for instance."""
     zeros_before: int = 0
     """Ranks of zeros that PEFT puts before the factors' own when it fuses an adapter of one projection with those of its
     neighbours.
@@ -44,24 +44,24 @@ class StoredPart:
 
     header: TensorHeader
     expert: int | None = None
-    """The expert whose rows it holds. None: it holds the whole parameter."""
+    """The expert whose rows the tensor holds. None: the tensor holds rows of the parameter itself."""
     first_row: int = 0
-    """Row of that expert's matrix, or of the parameter, at which it begins."""
+    """Row of that expert's matrix, or of the parameter, at which the tensor begins."""
     is_whole: bool = True
-    """Whether it holds all rows of the parameter, if no expert is named."""
+    """Whether the tensor holds all rows of the parameter, if `expert` is None."""
 
     @property
     def place(self) -> tuple[int | slice, ...]:
-        """Index into the parameter's tensor: `tensor[part.place] = stored`."""
+        """Index of this part in the parameter's tensor: `tensor[part.place] = stored`."""
         if self.expert is None and self.is_whole:
-            return ()  # works for a scalar, too
+            return ()  # also works for a scalar
         rows = slice(self.first_row, self.first_row + self.header.shape[0])
         return (rows,) if self.expert is None else (self.expert, rows)
 
 
 @dataclass(frozen=True)
 class StoredParameter:
-    """A parameter of the model. Its parts cover every element once."""
+    """A parameter of the model. Its parts cover every element exactly once."""
 
     path: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class StoredParameter:
         return self.parts[0].header.dtype
 
     def expert_parts(self, part: StoredPart) -> tuple[ExpertPart, ...]:
-        """For each matrix of a stored part, in order, this is the part of an adapter of the whole parameter that belongs to it.
+        """Return which part of an adapter of the whole parameter belongs to each matrix of a stored part, in order.
 
         A parameter of two dimensions counts as one expert, as in PEFT.
         """
@@ -90,29 +90,29 @@ class Tie:
     """Parameters of the model that share memory."""
 
     paths: tuple[str, ...]
-    """Paths of the parameters. The one that the library ties the others to comes first."""
+    """Paths of the parameters. The first is the parameter to which the library ties the others."""
     stored: tuple[str, ...]
-    """Paths that the files hold. If there are several, they have equal values; otherwise they are no Tie."""
+    """The part of `paths` that the files hold. Their values are equal, because parameters with different values are not tied."""
 
     @property
     def source(self) -> str:
-        """The path whose stored values all of them have."""
+        """The path whose stored values all these parameters have."""
         return self.stored[0]
 
 
 @dataclass(frozen=True)
 class ExpertProjection:
-    """One of the matrices of an expert that make up its matrix in a fused parameter, whether or not it is stored by itself."""
+    """A projection of one expert, such as up or gate: a part of the expert's matrix in a fused parameter, stored alone or not."""
 
     parameter: StoredParameter
     expert: int
     index: int
-    """Number among the projections, from the first row on."""
+    """Position among the expert's projections, in the order of their rows in the fused matrix."""
     count: int
 
     @property
     def part(self) -> StoredPart | None:
-        """The stored tensor if it is stored by itself, or None if it is stored within a stack."""
+        """The stored tensor of this projection alone; None if the projection is stored within a stack."""
         parts = self.parameter.parts
         is_stored = len(parts) == self.parameter.shape[0] * self.count and self.expert < self.parameter.shape[0]
         return parts[self.expert * self.count + self.index] if is_stored else None
@@ -126,7 +126,7 @@ class StoredModel:
     ) -> None:
         """differing: paths whose stored values differ from those of the parameter that they are tied to (read_model.py).
 
-        Raises BrokenCheckpointError if tensors of experts are missing or do not fit each other, naming them.
+        Raises BrokenCheckpointError, which names the tensors, if tensors of experts are missing or do not fit each other.
         """
         self.family = family
         self._headers = headers
@@ -134,33 +134,32 @@ class StoredModel:
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
         self._joined: dict[str, dict[int, TensorHeader]] = {}
-        """Unreadable parameters that are stacked stored tensors, by the number of the source."""
+        """Parameter that is joined from stored tensors -> the stored tensors, by the number of their source."""
         text_config = config.get("text_config") or {}
         counts = [source.get(key) for source in (config, text_config) for key in LAYER_COUNT_FIELDS]
         self._num_layers: int | None = next((count for count in counts if isinstance(count, int)), None)
         self._adds_prefix = bool(self._prefix) and not any(self._renamed(name).startswith(self._prefix) for name in headers)
         self._heads = frozenset(family.ties)
         self.parameters: Mapping[str, StoredParameter] = self._gather(headers, config)
-        """Parameters by the model's own path, in the order of the files."""
-        self._owners = {part.header.name: (parameter, part) for parameter in self.parameters.values() for part in parameter.parts}
+        """Parameters by the model's own paths, in the order of the files."""
         self.ties: tuple[Tie, ...] = self._find_ties(family, differing) if family.is_tied(config) else ()
         self.num_rows: int | None = None
-        """Number of rows of the embeddings if they are larger than in the files; see `with_vocabulary`."""
-        self._added: Mapping[str, StoredPart] = {}
+        """Number of rows of the embeddings if they are larger than in the files, otherwise None; see `with_vocabulary`."""
+        self._added: dict[str, StoredPart] = {}
 
     def parameter(self, path: str) -> StoredParameter | None:
-        """The parameter with this PEFT name, possibly stored under the name of a tied one; None if the files lack it.
+        """Return the parameter with this name, possibly stored under the name of a tied parameter; None if the files lack it.
 
-        path: without PEFT's `base_model.model.`; names of older library versions are understood. Raises UnsupportedBaseError if
+        path: PEFT's name without `base_model.model.`, also as older library versions spell it. Raises UnsupportedBaseError if
         transformers computes the parameter from what is stored.
         """
         for candidate in self._spellings(path):
             if candidate in self._unreadable:
                 operation = self._unreadable[candidate].operation
                 raise UnsupportedBaseError(
-                    f"base parameter {path}: transformers makes it from stored tensors by {operation}, which cannot be merged "
-                    "into as stored. Load the model with transformers, save it with save_original_format=False, and give that "
-                    "copy as the base."
+                    f"base parameter {path}: transformers computes it from stored tensors by {operation}, and such tensors "
+                    "cannot be merged into. Load the model with transformers, save it with save_original_format=False, and use "
+                    "that copy as the base."
                 )
             if candidate in self.parameters:
                 return self.parameters[candidate]
@@ -169,11 +168,17 @@ class StoredModel:
                 return self.parameters[tie.source]
         return None
 
-    def readable(self, path: str) -> StoredParameter | None:
-        """The parameter for reading values alone.
+    def own_tensor(self, path: str) -> TensorHeader | None:
+        """Return the stored tensor that holds exactly this parameter; None if there is none. Raises UnsupportedBaseError."""
+        parameter = self.parameter(path)
+        is_one_tensor = parameter is not None and len(parameter.parts) == 1 and parameter.parts[0].expert is None
+        return parameter.parts[0].header if parameter is not None and is_one_tensor else None
 
-        It may be joined from several tensors, and a model with its own code may have single experts where transformers has a
-        stack. Raises UnsupportedBaseError.
+    def readable(self, path: str) -> StoredParameter | None:
+        """Return the parameter for reading its values only.
+
+        The parameter may be joined from several tensors, and a model with its own code may have single experts where transformers
+        has a stack. Raises UnsupportedBaseError.
         """
         joined = next((candidate for candidate in self._spellings(path) if candidate in self._joined), None)
         if joined is None or len(self._joined[joined]) != len(self._unreadable[joined].sources):
@@ -190,32 +195,32 @@ class StoredModel:
 
     @property
     def embeddings(self) -> frozenset[str]:
-        """Paths of parameters with a row for each token: input and output embeddings, and the latter's biases."""
+        """Paths of parameters with a row for each token: input and output embeddings, and biases of output embeddings."""
         biases = (f"{path.removesuffix('.weight')}.bias" for path in self.family.ties)
         return frozenset((*self.family.ties, *self.family.ties.values(), *biases))
 
     def vocabulary(self) -> Mapping[str, StoredParameter]:
-        """Embeddings that the files hold, by path, if they have as many rows as the input embeddings."""
+        """Return the embeddings that the files hold and that have as many rows as the input embeddings, by path."""
         stored = {path: self.parameters[path] for path in sorted(self.embeddings) if path in self.parameters}
         sizes = [stored[path].shape[0] for path in (*self.family.ties.values(), *self.family.ties) if path in stored]
         return {path: parameter for path, parameter in stored.items() if parameter.shape[:1] == tuple(sizes[:1])}
 
     def with_vocabulary(self, num_rows: int, saved: Mapping[str, TensorHeader]) -> StoredModel:
-        """The model with embeddings of `num_rows` rows, more than the files hold, as after transformers' resize_token_embeddings.
+        """Return the model with `num_rows` rows in its embeddings, more than in the files, as after resize_token_embeddings.
 
-        saved: tensors of all rows, by path. `readable` takes from them the rows that the files lack.
+        saved: tensors with all rows, by path; `readable` takes the rows that the files lack from these tensors.
         """
         grown = copy.copy(self)
         old = self.vocabulary()
         new = {path: replace(parameter, shape=(num_rows, *parameter.shape[1:])) for path, parameter in old.items()}
         grown.num_rows = num_rows
         grown.parameters = {**self.parameters, **new}
-        grown._owners = {part.header.name: (found, part) for found in grown.parameters.values() for part in found.parts}  # noqa: SLF001
-        grown._added = {  # noqa: SLF001 - of this class
-            path: StoredPart(_last_rows(saved[path], old[path].shape[0]), first_row=old[path].shape[0], is_whole=False)
-            for path in old
-            if path in saved
-        }
+        grown._added = {}  # noqa: SLF001 - of this class
+        for path, tensor in saved.items():
+            first = old[path].shape[0]
+            offset = tensor.offset + first * (tensor.num_bytes // tensor.shape[0])
+            last_rows = replace(tensor, shape=(tensor.shape[0] - first, *tensor.shape[1:]), offset=offset)
+            grown._added[path] = StoredPart(last_rows, first_row=first, is_whole=False)  # noqa: SLF001
         return grown
 
     def require_readable(self) -> None:
@@ -225,28 +230,22 @@ class StoredModel:
                 self.readable(path)
 
     def path(self, path: str) -> str:
-        """The model's own spelling of a parameter's path, which is the key of `parameters` and `ties`; itself if unknown."""
+        """Return the model's own spelling of a parameter's path, as in `parameters` and `ties`; unknown paths do not change."""
         return next((name for name in self._spellings(path) if name in self.parameters or self.tie(name)), path)
 
     def module(self, path: str) -> str:
-        """The model's own spelling of a module's path, as far as the rules apply."""
+        """Return the model's own spelling of a module's path, as far as the rules apply."""
         return self._model_path(self._renamed(f"{path}.weight")).removesuffix(".weight")
 
     def is_extra(self, path: str) -> bool:
-        """Whether the files hold a parameter that the trained model does not load: for images, or for multi-token prediction."""
+        """Whether the trained model does not load this stored parameter: it is for images, or for multi-token prediction."""
         if self.family.part is not None:
             return path not in self.family.part
         number = _LAYER_NUMBER.search(path)
         return self._num_layers is not None and number is not None and int(number[1]) >= self._num_layers
 
-    def owner(self, stored: str) -> tuple[StoredParameter, StoredPart] | None:
-        """The parameter to which a stored tensor belongs, and its part; None if transformers computes several parameters
-        from it.
-        """
-        return self._owners.get(stored)
-
     def projection(self, path: str) -> ExpertProjection | None:
-        """The projection of a single expert at `path`, such as `...experts.3.w1.weight`; None for other paths."""
+        """Return the projection of a single expert at `path`, such as `...experts.3.w1.weight`; None for other paths."""
         renamed = self._renamed(path)
         for rule in self._rules:
             match = match_rule(rule, renamed) if isinstance(rule, ExpertStack) else None
@@ -256,7 +255,7 @@ class StoredModel:
         return None
 
     def tie(self, path: str) -> Tie | None:
-        """The tie of a parameter, by the model's own path."""
+        """Return the tie of the parameter with this path in the model, or None."""
         return next((tie for tie in self.ties if path in tie.paths), None)
 
     def _spellings(self, path: str) -> tuple[str, ...]:
@@ -284,7 +283,7 @@ class StoredModel:
             rule, match = next(((rule, match) for rule, match in applying if match), (None, None))
             if match is None:
                 path = self._model_path(renamed)
-                path = name if path in single else path  # the library keeps a name that is already taken as it is
+                path = name if path in single else path  # if the new name is taken, the library keeps the old name
                 single[path] = StoredParameter(path, header.shape, (StoredPart(header),))
             elif isinstance(rule, ExpertStack):
                 path = self._model_path(match.with_target(rule.target))
@@ -315,29 +314,23 @@ class StoredModel:
         return tuple(ties)
 
 
-def _last_rows(tensor: TensorHeader, first: int) -> TensorHeader:
-    """The rows from `first` on."""
-    row_bytes = tensor.num_bytes // tensor.shape[0]
-    return replace(tensor, shape=(tensor.shape[0] - first, *tensor.shape[1:]), offset=tensor.offset + first * row_bytes)
-
-
 def _stack(
-    path: str, rule: ExpertStack, found: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]
+    path: str, rule: ExpertStack, headers: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]
 ) -> StoredParameter:
-    """One parameter of stored matrices of single experts. Raises BrokenCheckpointError naming what is missing or does not fit."""
-    num_experts = 1 + max(expert for expert, _ in found)
+    """Return one parameter for matrices of single experts. Raises BrokenCheckpointError, which names what is missing or wrong."""
+    num_experts = 1 + max(expert for expert, _ in headers)
     sources = range(len(rule.sources))
     missing = next(
-        ((expert, source) for expert in range(num_experts) for source in sources if (expert, source) not in found), None
+        ((expert, source) for expert in range(num_experts) for source in sources if (expert, source) not in headers), None
     )
     if missing is not None:
         expert, source = missing
         raise BrokenCheckpointError(
-            f"base parameter {path}: expert {expert} of {num_experts} has no tensor named like {rule.sources[source]!r} next to "
-            f"{next(iter(found.values())).name}. The model was saved or fetched incompletely; fetch it again."
+            f"base parameter {path}: expert {expert} of {num_experts} has no tensor named like {rule.sources[source]!r}, as "
+            f"{next(iter(headers.values())).name} requires. The model was saved or fetched incompletely; fetch it again."
         )
-    first = [found[0, source] for source in sources]
-    for (_, source), header in found.items():
+    first = [headers[0, source] for source in sources]
+    for (_, source), header in headers.items():
         if len(header.shape) != 2 or header.shape[1] != first[0].shape[-1] or header.shape != first[source].shape:
             raise BrokenCheckpointError(
                 f"base tensor {header.name}: shape {list(header.shape)} does not fit {first[source].name} of shape "
@@ -355,6 +348,6 @@ def _stack(
         )
     starts = [sum(header.shape[0] for header in first[:source]) for source in sources]
     parts = tuple(
-        StoredPart(found[expert, source], expert, starts[source]) for expert in range(num_experts) for source in sources
+        StoredPart(headers[expert, source], expert, starts[source]) for expert in range(num_experts) for source in sources
     )
     return StoredParameter(path, (num_experts, sum(header.shape[0] for header in first), first[0].shape[1]), parts)

@@ -1,12 +1,12 @@
-"""What the API server judges: conditions over an object, and transitions, which compare it with what it was before."""
+"""Conditions that the API server checks on an object, and transitions, which compare the object with its earlier state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from finetune_job.methods import METHODS, Family
-from finetune_job.rules.rule_tables import Range
+from finetune_job.rules.book import RULES
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,18 @@ class CelCondition:
     """A condition that a part of the spec has to meet."""
 
     rule: str
-    """Id in the rule book; `INVALID_FIELD` where the models' own validators refuse the same."""
+    """Id of the rule in the rule book; `INVALID_FIELD` if the models' own validators refuse the same."""
     at: str
-    """Path under spec of `self`; empty: the spec itself. Items of a list are `[]`."""
+    """Path under spec that is `self` in the condition; empty for the spec itself. `[]` means each item of a list."""
     holds: str
-    """CEL, true where all is well."""
+    """The condition in CEL, true if the object is accepted."""
     says: str
     field: str = ""
-    """Path under `at` of the field that is reported; empty: `at` itself."""
+    """Path under `at` of the field that is reported; empty for `at` itself."""
 
     @property
     def message(self) -> str:
-        """What the API server answers."""
+        """The message with which the API server refuses the object."""
         return f"{self.rule}: {self.says}"
 
 
@@ -37,24 +37,25 @@ def cel_methods(*families: Family) -> str:
     return cel_list([str(kind) for kind, method in METHODS.items() if method.family in families])
 
 
-def range_conditions(rows: Iterable[Range]) -> tuple[CelCondition, ...]:
-    """The conditions of ranges, of one for each field."""
-    return tuple(_range_condition(row, *path.rpartition(".")[::2]) for row in rows for path in row.fields)
-
-
-def _range_condition(row: Range, at: str, name: str) -> CelCondition:
-    return CelCondition(row.rule, at, f"!has(self.{name}) || {row.bounds.cel(f'self.{name}')}", f"{name} {row.says}", name)
+def range_conditions(topic: str) -> Iterator[CelCondition]:
+    """Yield a condition for each field of those ranges of a topic that refuse values."""
+    for rule in RULES:
+        if rule.topic == topic and rule.range is not None and rule.severity == "error":
+            for path in rule.paths:
+                at, _, name = path.rpartition(".")
+                holds = f"!has(self.{name}) || {rule.range.within.cel(f'self.{name}')}"
+                yield CelCondition(rule.id, at, holds, f"{name} {rule.range.says}", name)
 
 
 @dataclass(frozen=True)
 class Transition:
-    """A condition over an object and what it was before, which only the API server knows."""
+    """A condition on an object and its earlier state, which only the API server knows."""
 
     rule: str
     title: str
     fix: str
     reproduction: str
-    """The test that makes it: path of the module, `::` and the name of the test."""
+    """The test that attempts the transition: path of the module, `::` and the name of the test."""
 
 
 FROZEN = Transition(

@@ -1,20 +1,19 @@
-"""Conditions on what goes in and what comes out: model, data, evaluation, merge, output, workspace, and every path."""
+"""Conditions on the inputs and results of a job: model, data, evaluation, merge, output, workspace, and every path."""
 
 from __future__ import annotations
 
 from finetune_job.api.base import HUB_DATASETS
 from finetune_job.finding import INVALID_FIELD
 from finetune_job.methods import PACKING
-from finetune_job.rules import merging
 from finetune_job.rules.cel.condition import CelCondition, cel_list, range_conditions
 from finetune_job.rules.data import WEIGHTS
 
 _DATA = ("data.datasets[]", "data.validation")
-"""Where records are named besides `data` itself, whose source counts only without datasets."""
+"""Paths with a source of records, besides `data` itself, whose source counts only if there are no datasets."""
 _ONLY_SOURCE = "has(self.datasets) || !has(self.source) || "
 
 _WHOLE_MODEL = "^hf://[^/]+/[^/]+/*$"
-"""Of a source whose pattern has been checked; a data set of one word is not a source."""
+"""Pattern of a whole model, for a source whose own pattern has been checked, so it is not a data set with a one-word name."""
 _HAS_HELD_OUT = "has(self.data.validation)"
 _PATHS = ("model.source", "data.source", "data.datasets[].source", "data.validation.source", "output.destination")
 
@@ -145,7 +144,7 @@ RESULT_CONDITIONS: tuple[CelCondition, ...] = (
         f"only {' and '.join(PACKING)} train on packed weights; set base to Original",
         "merge.base",
     ),
-    *range_conditions(merging.RANGES),
+    *range_conditions("merging"),
     CelCondition(
         "output-adapter-is-the-result",
         "",

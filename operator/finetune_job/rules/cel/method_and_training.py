@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.methods import METHODS, PACKING, Family
+from finetune_job.rules.book import RULES
 from finetune_job.rules.cel.condition import CelCondition, cel_list, cel_methods, range_conditions
 from finetune_job.rules.method_configuration import lora
-from finetune_job.rules.optimizer.settings import MOMENT_RANGES, SCHEDULE_RANGES
 from finetune_job.sharding import LEAF_CLASSES, SHARDED_BITS
 
 _NOT_SUPPORTED = cel_list([str(kind) for kind, method in METHODS.items() if method.refused])
@@ -19,11 +19,11 @@ _MAY_SEPARATE_ADAPTERS = (
     f"(has({_WRAP_POLICY}) && {_WRAP_POLICY} == '{AutoWrapPolicy.SIZE_BASED_WRAP}') "
     f"|| (has({_CLASSES}) && {_CLASSES}.exists(one, one in {cel_list(list(LEAF_CLASSES))}))"
 )
-"""`sharding.may_separate_adapters` over the manifest; it lets classes pass that another wrap policy does not look at."""
+"""`sharding.may_separate_adapters` as CEL over the manifest; it also accepts class names that another wrap policy ignores."""
 
 
 def _lora(rule: str, name: str, holds: str, says: str) -> CelCondition:
-    """A condition on a setting of `method.lora`, which only the methods that take it are judged by."""
+    """Return a condition on a setting of `method.lora` for the methods that have it."""
     field = f"self.lora.{name}"
     guard = f"!has(self.lora) || !(self.type in {cel_methods(Family.LORA)}) || !has({field})"
     return CelCondition(rule, "method", f"{guard} || {holds.replace('SETTING', field)}", says, f"lora.{name}")
@@ -100,9 +100,10 @@ METHOD_CONDITIONS: tuple[CelCondition, ...] = (
     _module_names("targetModules"),
     _module_names("modulesToSave"),
     *(
-        _lora(row.rule, name, row.bounds.cel("SETTING"), f"{name} {row.says}")
-        for row in lora.RANGES
-        for name in (path.rpartition(".")[2] for path in row.fields)
+        _lora(rule.id, name, rule.range.within.cel("SETTING"), f"{name} {rule.range.says}")
+        for rule in RULES
+        if rule.topic == "method_configuration" and rule.range is not None
+        for name in (path.rpartition(".")[2] for path in rule.paths)
     ),
 )
 
@@ -111,13 +112,12 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
     CelCondition(
         "epochs-or-max-steps", "training", "has(self.epochs) != has(self.maxSteps)", "set exactly one of epochs and maxSteps"
     ),
-    *range_conditions(SCHEDULE_RANGES),
-    *range_conditions(MOMENT_RANGES),
+    *range_conditions("optimizer"),
     CelCondition(
         "compile-with-selective-checkpointing",
         "training",
         "!self.compile || !has(self.activationCheckpointing) || self.activationCheckpointing != 'Selective'",
-        "a compiled layer hides its matrix products; set activationCheckpointing to None or Full, or compile to false",
+        "Selective cannot see into a compiled layer; set activationCheckpointing to None or Full, or set compile to false",
         "activationCheckpointing",
     ),
     CelCondition(
@@ -178,7 +178,7 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
         "elastic-needs-ordered-reduction",
         "",
         "!has(self.parallelism.elastic) || self.training.reduction == 'Ordered'",
-        "another number of ranks would change the result; set training.reduction to Ordered, or remove parallelism.elastic",
+        "a different number of ranks would change the result; set training.reduction to Ordered, or remove parallelism.elastic",
         "parallelism.elastic",
     ),
     CelCondition(

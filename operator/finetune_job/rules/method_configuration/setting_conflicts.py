@@ -19,13 +19,13 @@ class SettingConflict:
     methods: tuple[MethodType, ...]
     exists: Callable[[Mapping[str, Any]], bool]
     setting: str
-    """The setting that is named in the finding."""
+    """The setting that the finding names."""
     message: str
     fix: str
     changes: Mapping[str, Any]
-    """By setting; None removes."""
+    """New value of each setting; None removes it."""
     examples: tuple[Mapping[str, Any], ...]
-    """Settings that contradict each other."""
+    """Examples of settings that contradict each other."""
 
 
 _LAYERED = tuple(kind for kind, method in METHODS.items() if method.family is Family.OTHER)
@@ -83,7 +83,7 @@ SETTING_CONFLICTS: tuple[SettingConflict, ...] = (
         lambda has: has["applyGS"] and has["initWeights"] and has["r"] >= 2 and has["r"] % 2 == 0,
         "applyGS",
         "HRA starts with pairs of equal reflections, which cancel; made orthogonal, the second of each pair is 0 divided by "
-        "0, or what rounding left over: training starts at noise or NaN",
+        "0, or a remainder of rounding: training starts at noise or NaN",
         "remove applyGS, or set initWeights: false",
         {"applyGS": None},
         ({"r": 4, "applyGS": True},),
@@ -96,7 +96,7 @@ SETTING_CONFLICTS: tuple[SettingConflict, ...] = (
             and not set(has["feedforwardModules"]) <= set(has["targetModules"])
         ),
         "feedforwardModules",
-        "feedforwardModules says of some of the adapted modules that their input is scaled; a module that targetModules does not "
+        "feedforwardModules says for which of the adapted modules the input is scaled; a module that targetModules does not "
         "name is not adapted, and PEFT refuses the list",
         "name in feedforwardModules only what targetModules names",
         {"feedforwardModules": []},
@@ -106,7 +106,7 @@ SETTING_CONFLICTS: tuple[SettingConflict, ...] = (
         _LAYERED,
         lambda has: bool(has.get("layersPattern")) and has.get("layersToTransform") is None,
         "layersPattern",
-        "it says where the layers of layersToTransform are counted, and there are none",
+        "it says where the layers of layersToTransform are counted, but layersToTransform is not set",
         "set layersToTransform, or remove layersPattern",
         {"layersPattern": None},
         ({"layersPattern": "layers", "targetModules": ["q_proj"]},),

@@ -1,7 +1,7 @@
-"""What values the settings of PEFT's methods may have, where the name and the type alone do not say it.
+"""Limits on the values of the settings of PEFT's methods, beyond names and types.
 
-Each row was measured with PEFT 0.21.2 on a small Llama (tests/pitfalls/test_method_settings.py runs every one of them): beyond it
-PEFT raises once the model is there, or trains nothing and says nothing.
+Each row was measured with PEFT 0.21.2 on a small Llama (tests/pitfalls/test_method_settings.py runs them all): for other values
+PEFT raises an error once the model is loaded, or silently trains nothing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from finetune_job.api.method import MethodType
 
 @dataclass(frozen=True)
 class SettingLimit:
-    """Values that a setting takes."""
+    """A limit on the values of settings."""
 
     settings: tuple[str, ...]
     accepts: Callable[[Any], bool]
     wanted: str
-    """The values in words, after "write"."""
+    """The accepted values, worded to follow "write"."""
     otherwise: str
-    """What PEFT does with other values."""
+    """PEFT's reaction to other values."""
     methods: tuple[MethodType, ...] = ()
-    """Empty: every method that has the setting."""
+    """Methods with this limit; empty: every method that has the setting."""
     examples: tuple[Any, ...] = ()
-    """Values that are refused."""
+    """Examples of values that are refused."""
 
     def applies_to(self, method: MethodType, setting: str) -> bool:
         """Whether this is a limit of that method's setting."""
@@ -62,7 +62,7 @@ _NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
 _RAISES = "PEFT refuses it once the model is there"
 DROPOUTS = ("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout")
 _ANY_BIAS = (_M.VERA, _M.BOFT, _M.HRA, _M.MISS)
-"""Methods whose bias PEFT declares as any text, and which take `lora_only` besides their own word."""
+"""Methods whose bias PEFT declares as any string, and which accept `lora_only` besides their own word."""
 
 
 def _bias_limit(kind: MethodType) -> SettingLimit:
@@ -87,8 +87,8 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         "at 1 the adapter sees nothing and learns nothing, or what is left over is divided by zero; above 1 PEFT refuses it",
         examples=("1",),
     ),
-    SettingLimit(("alpha",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR), (0,)),
-    SettingLimit(("dInitial",), _not_zero, "another number than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
+    SettingLimit(("alpha",), _not_zero, "a number other than 0", _NOTHING_LEARNT, (_M.LOHA, _M.LOKR), (0,)),
+    SettingLimit(("dInitial",), _not_zero, "a number other than 0", _NOTHING_LEARNT, (_M.VERA,), ("0",)),
     SettingLimit(
         ("oftBlockSize",),
         lambda value: value == 0 or value >= 2,
@@ -137,8 +137,8 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         ("tokenIndices",),
         lambda value: bool(value) and min(value) >= 0 and len(set(value)) == len(value),
         "the ids of the tokens to train, each once",
-        "without ids nothing can be trained and the first pass fails; an id below 0 fails there, too; of one that is given twice "
-        "two copies are trained, and which of them counts is not defined",
+        "without ids nothing can be trained and the first pass fails; an id below 0 also fails there; if an id is given "
+        "twice, two copies of its row are trained, and which of them counts is not defined",
         examples=([3, 3],),
     ),
     SettingLimit(
@@ -152,10 +152,10 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         ("modulesToSave",),
         lambda value: not isinstance(value, str),
         "a list of names",
-        "PEFT declares a text, too, and takes it apart: every module whose name ends in one of its letters would be trained "
+        "PEFT also allows a string, and takes it apart: every module whose name ends in one of its letters would be trained "
         "whole",
         (_M.LN_TUNING,),
         ("lm_head",),
     ),
 )
-"""Every limit."""
+"""All limits of settings."""

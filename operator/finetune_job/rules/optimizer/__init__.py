@@ -1,6 +1,5 @@
-"""The optimizer, its learning rate and the length of the run."""
+"""Rules on the optimizer, its learning rate and the length of the run."""
 
-from finetune_job.rules.optimizer import reach
-from finetune_job.rules.optimizer.settings import MOMENT_RULES, SCHEDULE_RULES
+from finetune_job.rules.optimizer import reach, settings
 
-RULES = (*SCHEDULE_RULES, *MOMENT_RULES, *reach.RULES)
+__all__ = ["reach", "settings"]

@@ -1,4 +1,4 @@
-"""How far a run can move what it trains: settings that are fine by their range, and together leave every weight or none."""
+"""Rules on the reach of a run: settings that are each in range, but together change no weight, or overwrite every weight."""
 
 from __future__ import annotations
 
@@ -11,66 +11,51 @@ from finetune_job.method_settings import effective_settings
 from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 from finetune_job.plan.resolve_training import USUAL_LEARNING_RATES, USUAL_SGD_LEARNING_RATE
 from finetune_job.plan.run_plan import RunPlan, TrainingPlan
-from finetune_job.rules.rule import OURS, Problem, Reproduction, RuleContext, rule
+from finetune_job.rules.rule import Problem, RuleContext, rule
 
 _RATE, _NORM, _EPSILON = "training.learningRate", "training.maxGradNorm", "training.adamEpsilon"
-_DECAY, _STEPS = "training.weightDecay", "training.maxSteps"
-_OPTIMIZER, _MOMENTUM = "training.optimizer", "training.momentum"
+_DECAY = "training.weightDecay"
 _RATIO, _ALPHA = "method.lora.loraPlusRatio", "method.lora.loraAlpha"
 _PATTERN, _RANKS = "method.lora.alphaPattern", "method.lora.rankPattern"
 _SETTINGS = "method.settings"
 _SETTINGS_ALPHA = f"{_SETTINGS}.alpha"
-_BETAS = ("training.adamBeta1", "training.adamBeta2")
 
 _LEAST_REACH = 1e-10
-"""Float32's steps at a weight of 0.02 are 1.9e-9, and bfloat16's are 65536 times that; an adapter's other factor makes
-less of what moves."""
+"""Smallest useful reach: at a weight of 0.02, neighbouring float32 numbers differ by 1.9e-9, bfloat16 numbers by 65536 times
+that; an adapter's other factor reduces the change."""
 _LONGEST_RUN = 100_000
-"""Steps of a run whose length only the data tells."""
+"""Assumed number of steps of a run whose length depends on the data."""
 _LARGEST_STEP = 1.0
-"""Fifty times a usual weight. An adapter's other factor makes about a hundredth of it, in a model of 4,096 channels."""
+"""Largest useful step: fifty times a usual weight. With 4,096 channels an adapter's other factor reduces it to a hundredth."""
 _FULL_STEP = 10.0
-"""By which a step on the weights themselves counts more than one on a factor of an adapter."""
+"""Factor by which a step on the weights themselves counts more than a step on a factor of an adapter."""
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """Learning rates that people use."""
+    """The usual learning rates of a kind of run."""
 
     least: float
     proposed: str
     words: str
     slip_above: float
-    """Above it a rate is rather a slip, or training diverges."""
+    """Rate above which the setting is a mistake, or training diverges."""
 
     @property
     def slip_below(self) -> float:
-        """Below a thousandth of the least usual rate no run of usual length learns: a step is about as long as the rate."""
+        """Rate below which no run of usual length learns, because a step is about as long as the rate."""
         return self.least / 1000
 
 
 _FULL_RATES = _Rates(1e-6, USUAL_LEARNING_RATES[True], '"1e-6" to "1e-4" for Full', 1e-3)
 _ADAPTER_RATES = _Rates(1e-5, USUAL_LEARNING_RATES[False], '"1e-5" to "1e-3" for adapters', 1e-2)
 _SGD_RATES = _Rates(0.01, USUAL_SGD_LEARNING_RATE, f'"{USUAL_SGD_LEARNING_RATE}" to "1" for SGD', 100.0)
-"""A step of SGD is as long as the clipped gradient times the rate, and all values of an adapter together are about as long."""
+"""Rates of SGD, whose step is as long as the clipped gradient times the rate; all values of an adapter are about as long."""
 _LARGEST_GRADIENT = 1e4
-"""Norm of a gradient that nothing clips."""
+"""Assumed norm of a gradient that is not clipped."""
 
 
-@rule(
-    "training-moves-nothing",
-    "A run has to move some weight",
-    reads=(_RATE, _NORM, _EPSILON, _STEPS, _OPTIMIZER, _MOMENTUM, *_BETAS, _DECAY, _RATIO, _ALPHA, "method.type"),
-    sources=(
-        "Kingma and Ba, 2015, Adam, section 2.1: a step is at most about the rate, and at most gradient / epsilon times it",
-        "IEEE 754: a float32 number near 0.02 has steps of 1.9e-9",
-    ),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_results.py::test_steps_too_small_to_be_seen",
-        "VerificationError, after the training: the merged model has the base model's weights in every tensor",
-    ),
-    holds_for="every version",
-)
+@rule("training-moves-nothing")
 def training_moves_nothing(context: RuleContext) -> Problem | None:
     plan = context.plan
     training = plan.training
@@ -84,23 +69,23 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         if value is not None and not (field == _EPSILON and training.optimizer is OptimizerName.SGD)
     }
     usual = {"learning_rate": (_RATE, 2e-5), "max_grad_norm": (_NORM, 1.0), "adam_epsilon": (_EPSILON, 1e-8)}
-    # The one whose usual value lets the weights move furthest.
+    # Choose the setting whose usual value lets the weights change most.
     fields = {field: _reach(plan, training.model_copy(update={name: value})) for name, (field, value) in usual.items()}
     field = max(written, key=fields.__getitem__, default=_RATE)
     changes = dict.fromkeys([field] if fields[field] >= _LEAST_REACH else written)
     return Problem(
-        field=field,
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
         "which is lost where weights are stored: the result would be the base model, and its merge may fail its verification",
         fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "{_rates(plan).proposed}", a norm of "1.0", '
         'an epsilon of "1e-8"',
+        field=field,
         changes=changes,
     )
 
 
 def _known_reach(plan: RunPlan) -> float | None:
-    """None: a rate of 0 has a rule of its own, and of moments beyond their range nothing can be said."""
+    """Return the reach; None for a rate of 0, which has its own rule, and for moments out of range, which have no bound."""
     training = plan.training
     if training.learning_rate == 0 or training.momentum >= 1 or max(training.adam_betas) >= 1 or training.adam_epsilon == 0:
         return None
@@ -108,14 +93,14 @@ def _known_reach(plan: RunPlan) -> float | None:
 
 
 def _rates(plan: RunPlan) -> _Rates:
-    """Of this method and optimizer."""
+    """Return the rates for this method and optimizer."""
     if plan.training.optimizer is OptimizerName.SGD:
         return _SGD_RATES
     return _FULL_RATES if plan.method.type is MethodType.FULL else _ADAPTER_RATES
 
 
 def _reach(plan: RunPlan, training: TrainingPlan) -> float:
-    """Most by which a run changes a value of a weight: a bound, not an estimate. An adapter's values are multiplied by alpha."""
+    """Return an upper bound (not an estimate) of a weight's change in a run. An adapter's values are multiplied by alpha."""
     lora, is_full = plan.method.lora, plan.method.type is MethodType.FULL
     factor = (
         1.0 if lora is None else max(lora.lora_alpha, *lora.alpha_pattern.values(), 1) * max(lora.lora_plus_ratio or 1.0, 1.0)
@@ -125,47 +110,22 @@ def _reach(plan: RunPlan, training: TrainingPlan) -> float:
 
 
 def _largest_step(training: TrainingPlan) -> float:
-    """As a multiple of the learning rate, without weight decay."""
+    """Return the largest step as a multiple of the learning rate, without weight decay."""
     gradient = training.max_grad_norm or _LARGEST_GRADIENT
     beta1, beta2 = training.adam_betas
-    # Kingma and Ba: the bound for a gradient that was zero at all steps but this one.
+    # The bound of Kingma and Ba for a gradient that was zero at all steps but this one.
     normalised = min(max(1.0, (1 - beta1) / math.sqrt(1 - beta2)), gradient / training.adam_epsilon)
     match training.optimizer:
         case OptimizerName.ADAMW:
             return normalised
         case OptimizerName.RADAM:
-            # Its first steps are those of plain momentum.
+            # The first steps of RAdam are those of plain momentum.
             return max(normalised, gradient)
         case OptimizerName.SGD:
             return gradient / (1 - training.momentum)
 
 
-@rule(
-    "steps-too-large",
-    "A step leaves something of the weights",
-    severity="warning",
-    reads=(
-        _RATE,
-        _OPTIMIZER,
-        _RATIO,
-        _ALPHA,
-        _PATTERN,
-        _RANKS,
-        _SETTINGS,
-        "method.lora.r",
-        "method.lora.useRslora",
-        "method.type",
-    ),
-    sources=(
-        "Kingma and Ba, 2015, Adam, section 2.1: a step is about the rate, whatever the gradient is",
-        "PEFT: an adapter's product is multiplied by loraAlpha / r",
-    ),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_optimizer_settings.py::test_steps_larger_than_the_weights_unlearn",
-        "no error: after twelve steps the loss is not below that of the base model, or is NaN, where usual steps learn",
-    ),
-    holds_for="every version",
-)
+@rule("steps-too-large")
 def steps_too_large(context: RuleContext) -> Problem | None:
     plan, spec = context.plan, context.spec
     if not _overwrites(plan):
@@ -188,22 +148,22 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
         _SETTINGS_ALPHA: _without_alpha(plan),
     }
-    # The one setting that is at fault by itself, or else all that are written.
+    # The one setting that is at fault by itself, otherwise all settings that are written.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
     removed = [alone] if alone else [field for field, value in written.items() if value is not None] or [_RATE]
     return Problem(
-        field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} ({_factors(plan.method)}), and weights of language models "
         "are of the order of 0.02: what the model knows is overwritten",
         fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_rates(plan).words}"
         + (", a loraAlpha of twice the rank" if plan.method.lora is not None else ""),
+        field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         changes=dict.fromkeys(removed),
     )
 
 
 def _factors(method: MethodPlan) -> str:
-    """What a step's length is made of."""
+    """Name the factors of a step's length in words."""
     if method.lora is not None:
         return "learning rate x loraPlusRatio x the adapter's scaling"
     return "the learning rate" if method.adapter is None else "learning rate x the adapter's scaling"
@@ -214,26 +174,26 @@ def _overwrites(plan: RunPlan) -> bool:
 
 
 def _step(plan: RunPlan) -> float:
-    """By how much a step of an optimizer of Adam's kind moves a weight of the model: an estimate of its order."""
+    """Estimate the order of magnitude of a weight's change in one step of an Adam-like optimizer."""
     rate, lora = plan.training.learning_rate, plan.method.lora
     if lora is None:
-        # There is no second factor that would make less of it.
+        # Unlike in LoRA, no second matrix makes the step smaller.
         return rate * (_FULL_STEP if plan.method.type is MethodType.FULL else max(_adapter_scaling(plan.method), 1.0))
-    # A small scaling does not keep the factors themselves from being overwritten.
+    # A scaling below 1 counts as 1, because it does not keep the matrices of the adapter from being overwritten.
     return rate * (lora.lora_plus_ratio or 1.0) * max(_largest_scaling(lora), 1.0)
 
 
 def _largest_scaling(lora: LoraPlan) -> float:
-    """Of any module: a pattern may give it another alpha, another rank, or both."""
-    patterns = {*lora.alpha_pattern, *lora.rank_pattern}
-    of_patterns = ((lora.alpha_pattern.get(each, lora.lora_alpha), lora.rank_pattern.get(each, lora.r)) for each in patterns)
+    """Return the largest scaling of any module: patterns may give modules another alpha, another rank, or both."""
+    keys = {*lora.alpha_pattern, *lora.rank_pattern}
+    of_patterns = ((lora.alpha_pattern.get(key, lora.lora_alpha), lora.rank_pattern.get(key, lora.r)) for key in keys)
     return max(
         alpha / (math.sqrt(rank) if lora.use_rslora else rank) for alpha, rank in ((lora.lora_alpha, lora.r), *of_patterns)
     )
 
 
 def _adapter_scaling(method: MethodPlan) -> float:
-    """Of methods that multiply their product by alpha over r, such as LoHa and LoKr; 0: this one does not."""
+    """Return alpha / r for methods that multiply their product by it, such as LoHa and LoKr; 0 for other methods."""
     settings = effective_settings(method.type, method.adapter.settings) if method.adapter else {}
     alpha, rank = settings.get("alpha"), settings.get("r")
     return alpha / rank if isinstance(alpha, int) and isinstance(rank, int) and rank > 0 else 0.0
@@ -255,17 +215,7 @@ def _without_alpha(plan: RunPlan) -> RunPlan:
     return plan.model_copy(update={"method": method})
 
 
-@rule(
-    "weight-decay-erases",
-    "Weight decay takes a part of each weight",
-    reads=(_DECAY, _RATE, _RATIO, "method.type"),
-    sources=("Loshchilov and Hutter, 2019, Decoupled weight decay regularization: a weight is multiplied by 1 - rate x decay",),
-    reproduction=Reproduction(
-        "tests/pitfalls/test_optimizer_settings.py::test_decay_of_one_over_the_rate_erases_the_weights",
-        "no error: after a step nothing is left of the weights of before but the step itself",
-    ),
-    holds_for=OURS,
-)
+@rule("weight-decay-erases")
 def weight_decay_erases(context: RuleContext) -> Problem | None:
     plan = context.plan
     training, lora = plan.training, plan.method.lora
@@ -274,57 +224,34 @@ def weight_decay_erases(context: RuleContext) -> Problem | None:
     if taken < 1:
         return None
     return Problem(
-        field=_DECAY,
         value=context.spec.training.weight_decay,
-        message=f"each step multiplies the weights by 1 - rate x decay, which is {1 - taken:g} at a rate of {rate:g}: all that "
-        "was in them before is erased, or grows with alternating sign",
+        message=f"each step multiplies the weights by 1 - rate x decay, which is {1 - taken:g} at a rate of {rate:g}: "
+        "everything that was in them before is erased, or grows and changes its sign in each step",
         fix=f'write a decay such as "0.01", or remove {_DECAY}',
-        changes={_DECAY: None},
     )
 
 
-@rule(
-    "learning-rate-unusual",
-    "A learning rate is near those that people use",
-    severity="warning",
-    reads=(
-        *(_RATE, _NORM, _EPSILON, _STEPS, _OPTIMIZER, _MOMENTUM, *_BETAS, _DECAY, _RATIO, _ALPHA, _PATTERN, _RANKS, _SETTINGS),
-        *("method.lora.r", "method.lora.useRslora", "method.type"),
-    ),
-    sources=(
-        "Hu et al., 2021, LoRA, tables 9 to 15: rates from 2e-4 to 1e-3 for adapters",
-        "Dettmers et al., 2023, QLoRA, table 9: 1e-4 and 2e-4",
-        "Touvron et al., 2023, Llama 2, section 3: 2e-5 where all weights are trained",
-    ),
-    holds_for=OURS,
-    needs_human=True,
-    not_reproduced="the tests' models are small enough to learn at ten times the usual rates; larger ones do not, and a run "
-    "at a thousandth of them moves weights by what no one sees",
-)
+@rule("learning-rate-unusual")
 def learning_rate_unusual(context: RuleContext) -> Problem | None:
     plan = context.plan
     rates, rate, reach = _rates(plan), plan.training.learning_rate, _known_reach(plan)
-    # Methods without factors take larger rates.
+    # Adapters other than LoRA and its variants tolerate larger rates, so the upper bound does not apply to them.
     is_bounded = rates is not _ADAPTER_RATES or plan.method.lora is not None
     if is_bounded and rate > rates.slip_above and not _overwrites(plan):
         message = (
-            f"a rate of {rate:g} is above {rates.slip_above:g}, far beyond all that is usual; training would most likely "
+            f"a rate of {rate:g} is above {rates.slip_above:g}, far beyond all usual rates; training would most likely "
             "diverge or unlearn"
         )
     elif rate < rates.slip_below and reach is not None and reach >= _LEAST_REACH:
         message = (
-            f"a rate of {rate:g} is below {rates.slip_below:g}, a thousandth of the least that is usual; steps are so "
+            f"a rate of {rate:g} is below {rates.slip_below:g}, a thousandth of the smallest usual rate; steps are so "
             "short that the result would most likely be the base model"
         )
     else:
         return None
     return Problem(
-        field=_RATE,
         value=context.spec.training.learning_rate,
         message=message,
         fix=f'write a usual rate, {rates.words}, such as "{rates.proposed}"',
         changes={_RATE: rates.proposed if rates is _SGD_RATES else None},
     )
-
-
-RULES = (training_moves_nothing, steps_too_large, weight_decay_erases, learning_rate_unusual)

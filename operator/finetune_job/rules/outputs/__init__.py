@@ -1,5 +1,5 @@
-"""Where results go, and what they are."""
+"""Rules on results and their destinations."""
 
 from finetune_job.rules.outputs import destinations, settings
 
-RULES = (*destinations.RULES, *settings.RULES)
+__all__ = ["destinations", "settings"]

@@ -1,7 +1,5 @@
 """`finetune validate --fix`: what is printed is accepted, and what needed no change stands as it was."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -17,67 +15,12 @@ from finetune_cli.checks.validate import DocumentOutcome, validate
 from finetune_cli.documents import read_documents
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.rules.book import RULES
+from tests.support.cases import table
 from tests.support.examples import examples
 from tests.unit.finetune_cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED, Quoted
 from tests.unit.finetune_job.rules.manifests import JOB_NAME, manifest
 from tests.unit.finetune_job.rules.test_book import MANIFESTS
 from tests.unit.finetune_job.rules.test_book_verdicts import CASES
-
-COMMENTED = """\
-# the whole file
-apiVersion: finetune.dev/v1alpha1
-kind: FineTuneJob
-metadata: {name: tuned}
-
-spec:
-  # the base
-  model:
-    source: pvc://models/base   # small
-
-  data: {source: pvc://data/train.jsonl, lossOn: Assistant, packing: true}  # records
-  training:
-    epochs: 3   # passes
-    # steps
-    maxSteps: 10
-    learningRate: '2e-4'
-  parallelism:
-    processesPerNode: 2
-    fsdp:
-      # layers
-      transformerLayerClsToWrap:
-        - ""
-        - " "
-      useOrigParams: true
-  output:
-    destination: pvc://out/tuned
-  workspace: {claimName: workspace}
-# the end
-"""
-
-COMMENTED_FIXED = """\
-# the whole file
-apiVersion: finetune.dev/v1alpha1
-kind: FineTuneJob
-metadata: {name: tuned}
-
-spec:
-  # the base
-  model:
-    source: pvc://models/base   # small
-
-  data: {source: pvc://data/train.jsonl, lossOn: Completion, packing: true} # records
-  training:
-    # steps
-    maxSteps: 10
-    learningRate: '2e-4'
-  parallelism:
-    processesPerNode: 2
-    fsdp: {}
-  output:
-    destination: pvc://out/tuned
-  workspace: {claimName: workspace}
-# the end
-"""
 
 NEEDING_HUMANS = {rule.id for rule in RULES if rule.needs_human}
 
@@ -94,8 +37,8 @@ def job_text(spec: dict[str, Any], flow: bool | None = False) -> str:
 
 
 def test_comments_order_and_layout_stay() -> None:
-    result = run("--fix", stdin=COMMENTED)
-    assert result.stdout == COMMENTED_FIXED
+    result = run("--fix", stdin=table(__file__, "COMMENTED"))
+    assert result.stdout == table(__file__, "COMMENTED_FIXED")
     assert result.exit_code == 0
     assert [line.split("(")[1].rstrip(")") for line in result.stderr.splitlines()] == [
         "wrap-class-name-blank",
@@ -171,12 +114,7 @@ def test_a_commit_that_only_the_author_knows_is_not_made_up(source: str, command
 
 
 @pytest.mark.parametrize(
-    ("written", "printed"),
-    [
-        ({"chat_template": "chatml"}, {"chatTemplate": "ChatML", "format": "Chat"}),
-        ({"chatTemplate": "ChatML", "format": "Text"}, {"format": "Text"}),
-        ({"chatTemplate": "ChatML", "mapping": {"text": "body"}}, {"mapping": {"text": "body"}, "format": "Text"}),
-    ],
+    ("written", "printed"), table(__file__, "test_who_names_a_chat_template_has_chats_unless_something_else_is_written")
 )
 def test_who_names_a_chat_template_has_chats_unless_something_else_is_written(written, printed) -> None:
     document = yaml.safe_load(ACCEPTED)

@@ -1,7 +1,5 @@
 """`finetune validate`: files in, a verdict for each document out, as text, JSON and YAML."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.checks.validate import DocumentOutcome, validate
 from finetune_cli.exit_codes import ExitCode
+from tests.support.cases import table
 from tests.unit.finetune_cli.manifests import ACCEPTED, CLAIM, PROFILE, REFUSED, WARNED, edited, findings
 
 
@@ -25,7 +24,7 @@ FineTuneJob tuned: refused
   error: wrap-class-name-blank
     field:  spec.parallelism.fsdp.transformerLayerClsToWrap
     value:  [""]
-    reason: a blank name matches no class: it is skipped in silence, and a list of blank names wraps
+    reason: a blank name matches no class: it is silently skipped, and a list of blank names wraps
             no layer at all
     fix:    leave the field out, or name the classes, as in [LlamaDecoderLayer]
 """
@@ -98,17 +97,7 @@ def test_the_answer_names_the_device():
     assert "FineTuneJob tuned: accepted\n  2 ranks, each on one nvidia.com/gpu of 48Gi (profile default)\n" in on_gpu
 
 
-@pytest.mark.parametrize(
-    ("name", "is_large"),
-    [
-        ("Llama-3.1-8B", True),
-        ("Mixtral-8x7B", True),
-        ("qwen3-30b-a3b", True),
-        ("Qwen2.5-0.5B", False),
-        ("tiny-llama", False),
-        ("v8", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "is_large"), table(__file__, "test_a_large_model_without_a_gpu_is_warned_of"))
 def test_a_large_model_without_a_gpu_is_warned_of(name, is_large):
     job = edited("spec.model.source", f"pvc://models/{name}")
     found = findings(f"{PROFILE}---\n{job}")

@@ -4,8 +4,6 @@ Objects are kept by path. A pod that is created runs its container's command her
 what it prints becomes its log. `denied` holds the (verb, resource) pairs that are forbidden, as in `("list", "pods")`.
 """
 
-from __future__ import annotations
-
 import http.server
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """What a program in a pod prints, by the WebSocket protocol of a real API server."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import http.server
@@ -64,7 +62,7 @@ class PodHandler(http.server.BaseHTTPRequestHandler):
                 time.sleep(0.1)
                 continue
             if channel == STALL:
-                ENDED.wait(20)
+                ENDED.wait(300)
                 return
             self.wfile.write(frame(2, bytes([channel]) + content))
         self.wfile.flush()

@@ -1,7 +1,5 @@
 """The program that looks at first records, with a look that fails as the environment says."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,9 +1,8 @@
 """Changes to jobs where others change them too, or where the caller may not look. tests/integration has a real API server."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,7 +158,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> ChangedCluster:
 def test_on_a_terminal_an_end_for_good_is_confirmed(cluster: ChangedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter([False, True])
     monkeypatch.setattr(typer, "confirm", lambda *_, **__: next(answers))
-    monkeypatch.setattr(change_verbs, "_is_terminal", lambda: True)
+    monkeypatch.setattr(change_verbs, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
     assert CliRunner().invoke(app, ["cancel", "running"]).exit_code == 130
     assert cluster.sent == []
     assert CliRunner().invoke(app, ["cancel", "running"]).exit_code == 0

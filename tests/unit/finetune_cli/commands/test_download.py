@@ -1,7 +1,5 @@
 """Results come from their claim by way of a pod that is deleted in any case; each file is what the list says, or nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -21,6 +19,7 @@ from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.digest import canonical_json
 from tests.support.builders import a_job
+from tests.support.cases import table
 from tests.support.documented import ROOT, blocks_of
 from tests.unit.finetune_cli.cluster.api_server import JOBS, ApiServer, Document
 from tests.unit.finetune_cli.commands.test_cluster_jobs import CONFIG_MAPS, Run, run, server
@@ -114,18 +113,7 @@ def test_a_list_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name:
         parse_list(f"{'0' * 64}  {name}\n")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["SHA256SUMS"],
-        ["./SHA256SUMS"],
-        ["SHA256SUMS.part"],
-        ["a", "a.part"],
-        ["a.part", "a"],
-        ["adapter/x", "adapter//x.part"],
-        ["adapter/x", "./adapter/x"],
-    ],
-)
+@pytest.mark.parametrize("names", table(__file__, "test_a_name_under_which_something_else_is_kept_is_refused"))
 def test_a_name_under_which_something_else_is_kept_is_refused(names: list[str]) -> None:
     with pytest.raises(ClusterError, match="takes another file's place"):
         parse_list("".join(f"{'0' * 64}  {name}\n" for name in names))
@@ -142,8 +130,8 @@ def test_names_that_only_look_like_parts_are_brought(tmp_path: Path) -> None:
     [
         ({"sums": None, "sizes": {}}, ExitCode.REFUSED, "not complete; wait for the job"),
         ({"sums": 3}, ExitCode.REFUSED, "not complete"),
-        ({"sums": sums({"x": b""}), "sizes": {}}, ExitCode.FAILED, "x: is named by SHA256SUMS and is not there"),
-        ({"sums": sums({"x": b""}), "sizes": {"x": "big"}}, ExitCode.FAILED, "is not there"),
+        ({"sums": sums({"x": b""}), "sizes": {}}, ExitCode.FAILED, "x: is named by SHA256SUMS, but does not exist"),
+        ({"sums": sums({"x": b""}), "sizes": {"x": "big"}}, ExitCode.FAILED, "does not exist"),
         ({"sums": sums({"x": b""}), "sizes": {"x": 1 << 60}}, ExitCode.UNUSABLE, "bytes are needed"),
     ],
 )

@@ -1,7 +1,5 @@
 """Waiting for a job: how it ends, and what a cluster may do meanwhile."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

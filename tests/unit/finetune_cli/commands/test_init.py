@@ -1,7 +1,5 @@
 """A manifest made from a few answers: it validates, asks for what is missing, and writes over nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from finetune_cli.checks.validate import validate
 from finetune_cli.commands.init import HEAD, Answers, ask, manifest_text
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.api.inputs import DataFormat
+from tests.support.cases import table
 from tests.unit.finetune_trainer.data.record_files import write
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -105,33 +104,11 @@ def test_a_name_is_made_from_the_model(model: str, name: str) -> None:
     assert yaml.safe_load(text)["metadata"]["name"] == name
 
 
-SHARE_GPT = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
-PAIR = {"prompt": "q", "completion": "a"}
-ALPACA = {"instruction": "q", "input": "", "output": "a", "text": "x"}
 
 
 @pytest.mark.parametrize(
-    ("record", "given", "written", "told"),
-    [
-        (PAIR, [], {}, ""),
-        (CHAT, [], {"format": "Chat"}, "the first records need spec.data.format: Chat\n"),
-        (CHAT, ["--format", "Chat"], {"format": "Chat"}, ""),
-        (
-            SHARE_GPT,
-            [],
-            {"format": "Chat", "mapping": {"preset": "ShareGPT"}},
-            "the first records need spec.data.format: Chat, spec.data.mapping.preset: ShareGPT\n",
-        ),
-        (ALPACA, [], {"mapping": {"preset": "Alpaca"}}, "the first records need spec.data.mapping.preset: Alpaca\n"),
-        (ALPACA, ["--format", "Text"], {"format": "Text"}, ""),
-        (
-            PAIR,
-            ["--format", "Chat"],
-            {"format": "PromptCompletion"},
-            "the first records need spec.data.format: PromptCompletion\n",
-        ),
-    ],
+    ("record", "given", "written", "told"), table(__file__, "test_a_manifest_is_made_for_the_records_that_are_here")
 )
 @pytest.mark.parametrize("place", ["default", "--claims", "--claim"])
 def test_a_manifest_is_made_for_the_records_that_are_here(

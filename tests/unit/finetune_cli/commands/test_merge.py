@@ -1,7 +1,5 @@
 """`finetune merge`: its arguments, its process and its words; one real merge is a test of its own in tests/e2e."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

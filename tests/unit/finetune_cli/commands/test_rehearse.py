@@ -1,7 +1,5 @@
 """What `finetune rehearse` prints of a rehearsal, and the exit code that follows from it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A job of a cluster that is run again: what is created for it, and what is said of both results."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -130,7 +128,7 @@ def test_nothing_is_published(destination: str) -> None:
 
 def test_another_number_of_nodes_has_as_many_ranks_if_their_number_is_no_part_of_the_result() -> None:
     document = copy.deepcopy(objects.SUCCEEDED)
-    with pytest.raises(LocalError, match=r"--nodes 1: team/succeeded adds up gradients in an order of its own 2 nodes"):
+    with pytest.raises(LocalError, match=r"--nodes 1: team/succeeded adds up gradients in an order that depends on its 2 nodes"):
         reproduction_of(seen_job(document), "again", 1, "again-1")
     assert reproduction_of(seen_job(document), "again", 2, "again-1")["spec"]["parallelism"] == objects.SPEC["parallelism"]
     document["spec"]["training"]["reduction"] = "Ordered"
@@ -205,14 +203,14 @@ def test_results_that_somebody_has_changed_or_that_are_gone_are_told(run: Run, s
     for kind in FILES:
         (server.workspace / "succeeded" / kind / "manifest.json").unlink()
     done = run("reproduce succeeded")
-    assert (done.exit_code, "there is none of adapter/manifest.json, merged/manifest.json" in done.stderr) == (3, True)
+    assert (done.exit_code, "none of these files exists: adapter/manifest.json, merged/manifest.json" in done.stderr) == (3, True)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", '{"files": 3}', '{"files": {"a": 1}}', '{"files": [1, {"name": 2}]}'])
 def test_a_manifest_of_a_stranger_ends_nothing(text: str) -> None:
     job = seen_job(objects.NEW)
     printed = [{"file": "adapter/manifest.json", "line": text}, {"file": "provenance.json", "line": text}, {"file": 3, "line": 4}]
-    with pytest.raises(LocalError, match="there is none of"):
+    with pytest.raises(LocalError, match="none of these files exists:"):
         read_results(job, printed)
     with pytest.raises(LocalError, match=r"merged/manifest.json is longer than can be read"):
         read_results(job, [{"file": "merged/manifest.json", "cut": True}])

@@ -1,7 +1,5 @@
 """The plan of a job on this machine, and its end as data."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
@@ -22,6 +20,7 @@ from finetune_job.api.training import GradientReduction
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.finding import Finding
 from finetune_job.plan.digest import learning_sha256
+from tests.support.cases import table
 from tests.unit.finetune_cli.local_jobs import PLAN, job, published
 from tests.unit.finetune_cli.manifests import ACCEPTED, REFUSED
 
@@ -139,14 +138,7 @@ def test_a_refusal_is_data_on_standard_output_and_told_on_standard_error(tmp_pat
     assert "wrap-class-name-blank" in answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--claims", "file"], "file/.finetune/default.tuned: Not a directory;"),
-        (["--claims", ".", "--claim", "workspace=file"], "file: File exists;"),
-        (["--claims", ".", "--output-dir", "file"], "file: File exists;"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), table(__file__, "test_a_place_that_cannot_be_written_to_is_told_and_no_refusal"))
 def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], said: str
 ) -> None:
@@ -157,7 +149,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
     (tmp_path / "job.yaml").write_text(ACCEPTED)
     done = CliRunner().invoke(app, ["run", "job.yaml", *options])
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr == f"{tmp_path}/{said} check the path, your rights and the room on the disk\n"
+    assert done.stderr == f"{tmp_path}/{said} check the path, your permissions and the room on the disk\n"
 
 
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:

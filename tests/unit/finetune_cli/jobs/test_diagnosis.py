@@ -1,7 +1,5 @@
 """What is said to be the matter with a job, and the patches for a new one: each is accepted by the rules."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shlex
@@ -16,6 +14,7 @@ from finetune_cli.jobs.next_manifest import fork_of, parse_change
 from finetune_cli.jobs.patches import NO_PATCH, merge_patch, patch_for
 from finetune_cli.jobs.seen import seen_event, seen_job, seen_pod
 from finetune_job.failures import FailureClass
+from tests.support.cases import table
 from tests.unit.finetune_cli.jobs import objects
 
 Document = dict[str, Any]
@@ -63,53 +62,14 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
 
 @pytest.mark.parametrize(
     ("failure", "training", "patch"),
-    [
-        ("DeviceOutOfMemory", {"microBatchSize": 4}, {"microBatchSize": 2}),
-        ("DeviceOutOfMemory", {"microBatchSize": 5}, {"microBatchSize": 1}),
-        ("DeviceOutOfMemory", {"microBatchSize": 1}, {"activationCheckpointing": "Full"}),
-        ("NonFinite", {"learningRate": "2e-4"}, {"learningRate": "0.0001"}),
-        ("NonFinite", {"learningRate": "2"}, {"learningRate": "0.0002"}),
-        ("NonFinite", {"learningRate": "2", "optimizer": "SGD"}, {"learningRate": "0.01"}),
-        ("NonFinite", {"learningRate": "0.001", "optimizer": "SGD"}, {"learningRate": "0.0005"}),
-        ("NonFinite", {"learningRate": "much"}, None),
-        ("Stalled", {"stepTimeoutSeconds": 600}, {"stepTimeoutSeconds": 1200}),
-        ("Stalled", {"stepTimeoutSeconds": 86_400}, None),
-        ("UserData", {}, None),
-    ],
+    table(__file__, "test_a_patch_changes_what_can_help"),
 )  # fmt: skip
 def test_a_patch_changes_what_can_help(failure: str, training: Document, patch: Document | None) -> None:
     job = seen_job(failed_with(failure, **training))
     assert patch_for(FailureClass(failure), job, "train") == (None if patch is None else {"spec": {"training": patch}})
 
 
-EXPECTED: dict[str, Document | str] = {
-    # What to change, or why no change of the manifest helps.
-    "UserConfig": "Which setting to change only the message says: no change is right for every such failure.",
-    "UserData": "No setting makes wrong data right: correct the records, or name others.",
-    "UserModel": "No setting makes a wrong model right: correct its files, or name another.",
-    "NonFinite": {"training": {"learningRate": "0.0001"}},
-    "DeviceOutOfMemory": {"training": {"microBatchSize": 2}},
-    "DeviceFault": "No setting repairs a device: a node that is cordoned is not used again.",
-    "HostOutOfMemory": "No setting of the job takes less of this pod's memory, which its profile gives it.",
-    "DiskFull": "No setting writes less: enlarge the claim, or make room on it.",
-    "Collective": "No setting repairs the network, and most often another rank failed first: its log says why.",
-    "Stalled": {"training": {"stepTimeoutSeconds": 3600}},
-    "SourceUnavailable": "No setting has a source answer.",
-    "DestinationRefused": "Whether the destination, its Secret or what it holds is to change only its answer says.",
-    "DestinationUnavailable": "No setting has a destination answer.",
-    "CheckpointInvalid": "No setting makes a checkpoint whole: a new job begins without one, from the base model.",
-    "PlanMismatch": "The spec is not at fault: a new job gets a plan of its own.",
-    "VerificationFailed": "No setting makes a merged model right: verification.json says what differs, and the adapter is kept.",
-    "Preempted": {"checkpoint": {"adaptive": True}},
-    "Infrastructure": {"checkpoint": {"adaptive": True}},
-    "NodeLost": {"checkpoint": {"adaptive": True}},
-    "Rejected": "No setting makes room on a node.",
-    "ImagePull": "The image is the profile's, and no setting changes it.",
-    "Mount": "No setting makes what is missing: create it; only a name that is wrong is corrected in a new job.",
-    "Admission": "The pods are made as their profile says, which no setting of the job changes.",
-    "Internal": "Nothing is known of which setting could help: the exception and the log say what happened.",
-    "Unknown": "Nothing is known of what happened, so no change can be proposed.",
-}
+EXPECTED: dict[str, Document | str] = table(__file__, "EXPECTED")
 
 
 @pytest.mark.parametrize("failure", list(FailureClass))
@@ -123,14 +83,7 @@ def test_each_failure_class_has_its_patch_or_the_reason_why_there_is_none(failur
         assert not set(found.advice) & {each for each in EXPECTED.values() if isinstance(each, str)}
 
 
-@pytest.mark.parametrize(
-    ("failure", "said"),
-    [
-        ("Preempted", "Nothing is wrong with the job."),
-        ("Infrastructure", "No setting keeps a pod on a node."),
-        ("NodeLost", "No setting brings a node back."),
-    ],
-)
+@pytest.mark.parametrize(("failure", "said"), table(__file__, "test_a_job_that_has_ended_is_not_said_to_be_tried_again"))
 def test_a_job_that_has_ended_is_not_said_to_be_tried_again(failure: str, said: str) -> None:
     document = failed_with(failure)
     document["spec"]["checkpoint"] = {"adaptive": True}
@@ -146,59 +99,14 @@ def full(**spec: Any) -> Document:
     return document
 
 
-@pytest.mark.parametrize(
-    ("failure", "document", "role", "patch"),
-    [
-        ("DeviceOutOfMemory", full(), "train", {"data": {"maxSequenceLength": 1024}}),
-        ("DeviceOutOfMemory", full(data={"maxSequenceLength": 700}), "train", {"data": {"maxSequenceLength": 350}}),
-        ("DeviceOutOfMemory", full(data={"maxSequenceLength": 511}), "train", None),
-        ("HostOutOfMemory", full(), "train", None),
-        ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "train", {"checkpoint": {"asynchronous": False}}),
-        ("HostOutOfMemory", full(checkpoint={"asynchronous": True}), "merge", None),
-        ("DiskFull", full(checkpoint={"keep": 5}), "train", {"checkpoint": {"keep": 2}}),
-        ("DiskFull", full(checkpoint={"keep": 2}), "train", None),
-        (
-            "DiskFull",
-            full(workspace={"volumeClaimTemplate": {"storage": "1500Mi"}}),
-            "train",
-            {"workspace": {"volumeClaimTemplate": {"storage": "3Gi"}}},
-        ),
-        ("DiskFull", full(workspace={"volumeClaimTemplate": {"storage": "much"}}), "train", None),
-        # What these two write is not on the workspace, and neither keeps checkpoints.
-        ("DiskFull", full(workspace={"volumeClaimTemplate": {"storage": "1Gi"}}), "merge", None),
-        (
-            "DiskFull",
-            full(workspace={"volumeClaimTemplate": {"storage": "1Gi"}}, checkpoint={"keep": 5}),
-            "preflight",
-            {"workspace": {"volumeClaimTemplate": {"storage": "2Gi"}}},
-        ),
-        # Whoever of the two has noticed: a new job gets more time from both.
-        (
-            "Stalled",
-            full(run={"stallDeadlineSeconds": 600}),
-            "train",
-            {"training": {"stepTimeoutSeconds": 3600}, "run": {"stallDeadlineSeconds": 1200}},
-        ),
-        ("Stalled", full(run={"stallDeadlineSeconds": 604_800}), "train", {"training": {"stepTimeoutSeconds": 3600}}),
-        ("NonFinite", full(method={"type": "Full"}), "train", {"training": {"learningRate": "2e-05"}}),
-        ("NodeLost", full(checkpoint={"adaptive": True}), "train", None),
-        ("NodeLost", full(), "merge", None),
-    ],
-)
-def test_a_patch_is_of_the_setting_that_is_left(failure: str, document: Document, role: str, patch: Document | None) -> None:
-    assert patch_for(FailureClass(failure), seen_job(document), role) == (None if patch is None else {"spec": patch})
+@pytest.mark.parametrize(("failure", "spec", "role", "patch"), table(__file__, "test_a_patch_is_of_the_setting_that_is_left"))
+def test_a_patch_is_of_the_setting_that_is_left(failure: str, spec: Document, role: str, patch: Document | None) -> None:
+    assert patch_for(FailureClass(failure), seen_job(full(**spec)), role) == (None if patch is None else {"spec": patch})
 
 
 @pytest.mark.parametrize(
     ("profile", "training", "patch"),
-    [
-        ({"spec": {"trainerImage": "a"}}, {"microBatchSize": 4}, {"training": {"microBatchSize": 2}}),
-        ({"spec": {}}, {"microBatchSize": 1}, {"training": {"activationCheckpointing": "Full"}}),
-        # With GPUs, what these settings save is memory of the device.
-        ({"spec": {"gpu": {"resourceName": "nvidia.com/gpu"}}}, {"microBatchSize": 4}, None),
-        ({"spec": {"gpu": {}}}, {"microBatchSize": 4}, None),
-        (None, {"microBatchSize": 4}, None),
-    ],
+    table(__file__, "test_a_host_needs_less_memory_for_less_only_where_ranks_compute_on_its_cores"),
 )
 def test_a_host_needs_less_memory_for_less_only_where_ranks_compute_on_its_cores(
     profile: Document | None, training: Document, patch: Document | None
@@ -292,11 +200,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (waits("WaitingInLine"), "maxActiveJobs", "when an earlier one of this namespace"),
         (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
         (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
-        (
-            with_conditions(objects.condition("Ready", "False", "OperatorError", "403")),
-            "the server's words. 403",
-            "platform team",
-        ),
+        (with_conditions(objects.condition("Ready", "False", "OperatorError", "403")), "quotes the server. 403", "platform team"),
         (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
         (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit - -n team"),
         (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),
@@ -333,17 +237,7 @@ def test_pods_and_events_are_evidence() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "patch"),
-    [
-        ({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}}, {"a": {"c": 3}}),
-        ({"a": 1, "b": 2}, {"b": 2}, {"a": None}),
-        ({"a": 1}, {"a": True}, {"a": True}),
-        ({"a": [1, 2]}, {"a": [1]}, {"a": [1]}),
-        ({"a": {"b": 1}}, {"a": 3}, {"a": 3}),
-        ({"a": {"b": 1}}, {"a": {"b": 1}}, {}),
-    ],
-)
+@pytest.mark.parametrize(("before", "after", "patch"), table(__file__, "test_a_merge_patch_makes_the_one_of_the_other"))
 def test_a_merge_patch_makes_the_one_of_the_other(before: Document, after: Document, patch: Document) -> None:
     assert merge_patch(before, after) == patch
     assert applied(before, patch) == after

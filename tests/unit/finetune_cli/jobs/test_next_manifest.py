@@ -1,12 +1,11 @@
 """Manifests made from jobs: their names, what they keep, where their results go, and changes as people write them."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs.next_manifest import copy_of, fork_of, next_name, other_destination, parse_change, start_changes
 from finetune_job.finding import FieldChange
+from tests.support.cases import table
 
 JOB = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -21,18 +20,7 @@ JOB = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "taken", "expected"),
-    [
-        ("tune", [], "tune-2"),
-        ("tune", ["tune-2", "tune-3"], "tune-4"),
-        ("tune-2", ["tune-2"], "tune-3"),
-        ("llama-3-8b", [], "llama-3-8b-2"),
-        ("a" * 63, [], "a" * 61 + "-2"),
-        ("a" * 61 + "-9", [], "a" * 60 + "-10"),
-        ("a" * 60 + "-bc", [], "a" * 60 + "-2"),
-    ],
-)
+@pytest.mark.parametrize(("name", "taken", "expected"), table(__file__, "test_the_next_name_is_free_and_short_enough"))
 def test_the_next_name_is_free_and_short_enough(name: str, taken: list[str], expected: str) -> None:
     assert next_name(name, taken) == expected
     assert len(expected) <= 63
@@ -55,18 +43,7 @@ def test_a_copy_keeps_spec_and_labels_and_nothing_of_the_run() -> None:
     assert "run" not in copy_of(ended, "tune-2")["spec"]
 
 
-@pytest.mark.parametrize(
-    ("destination", "expected"),
-    [
-        ("pvc://results/tune", "pvc://results/tune-2"),
-        ("pvc://results/team/old/", "pvc://results/team/tune-2"),
-        ("pvc://results", "pvc://results/tune-2"),
-        ("s3://bucket", "s3://bucket/tune-2"),
-        ("hf://org/model", "hf://org/model-tune-2"),
-        ("oci://registry.example:5000/team/model:v1", "oci://registry.example:5000/team/model:v1-tune-2"),
-        ("oci://registry.example:5000/team/model", "oci://registry.example:5000/team/model:tune-2"),
-    ],
-)
+@pytest.mark.parametrize(("destination", "expected"), table(__file__, "test_results_of_a_fork_go_to_a_place_of_their_own"))
 def test_results_of_a_fork_go_to_a_place_of_their_own(destination: str, expected: str) -> None:
     assert other_destination(destination, "tune-2") == expected
 
@@ -85,20 +62,7 @@ def test_a_fork_has_its_changes_and_leaves_a_named_destination_alone() -> None:
     assert removed["spec"]["output"] == {"destination": "s3://bucket/all"}
 
 
-@pytest.mark.parametrize(
-    ("text", "path", "value"),
-    [
-        ("training.maxSteps=20", "spec.training.maxSteps", 20),
-        ("spec.training.learningRate=1e-5", "spec.training.learningRate", "1e-5"),
-        ("training.learningRate=0.001", "spec.training.learningRate", "0.001"),
-        ("model.revision=1234567890123456789012345678901234567890", "spec.model.revision", "1234567890" * 4),
-        ("merge.enabled=false", "spec.merge.enabled", False),
-        ("method.lora.targetModules=[q_proj, v_proj]", "spec.method.lora.targetModules", ["q_proj", "v_proj"]),
-        ("method.lora.rankPattern.q_proj=4", "spec.method.lora.rankPattern.q_proj", 4),
-        ("metadata.labels.tier=test", "metadata.labels.tier", "test"),
-        ("training.epochs=", "spec.training.epochs", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "path", "value"), table(__file__, "test_a_change_has_the_type_of_its_field"))
 def test_a_change_has_the_type_of_its_field(text: str, path: str, value: object) -> None:
     assert parse_change(text) == FieldChange(field=path, value=value)
 

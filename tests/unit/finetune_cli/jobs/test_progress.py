@@ -1,19 +1,17 @@
 """Times, shares, device hours and differences that are computed from statuses."""
 
-from __future__ import annotations
-
 import copy
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from finetune_cli.commands.cost import usage_of_jobs
 from finetune_cli.exit_codes import LocalError
 from finetune_cli.jobs.documents import moment
 from finetune_cli.jobs.durations import duration_text, parse_duration
 from finetune_cli.jobs.pod_logs import LogRequest, chosen_pods, is_of_rank
-from finetune_cli.jobs.progress import device_seconds, figures, seconds_left, state, timeline
+from finetune_cli.jobs.progress import device_seconds, figures, seconds_left, state
 from finetune_cli.jobs.seen import seen_job, seen_pod
-from finetune_cli.jobs.usage import usage_of_jobs
 from finetune_cli.render.columns import bar, sparkline
 from finetune_job.names import Role
 from tests.unit.finetune_cli.jobs import objects
@@ -34,16 +32,7 @@ def test_what_is_no_length_of_time_is_refused_with_the_option_and_a_fix(text: st
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (None, ""),
-        (-3, "0s"),
-        (59.9, "59s"),
-        (61, "1m01s"),
-        (3599, "59m59s"),
-        (3660, "1h01m"),
-        (90_000, "1d1h"),
-        (86_400, "1d0h"),
-    ],
+    [(None, ""), (-3, "0s"), (59.9, "59s"), (61, "1m01s"), (3599, "59m59s"), (3660, "1h01m"), (90_000, "1d1h"), (86_400, "1d0h")],
 )
 def test_a_length_of_time_is_shown_in_its_two_largest_units(seconds: float | None, text: str) -> None:
     assert duration_text(seconds) == text
@@ -65,13 +54,6 @@ def test_the_time_left_is_that_of_the_pace_so_far() -> None:
     assert (found.loss, found.mfu, found.share) == (None, None, 0.3)
 
 
-def test_a_stage_lasts_from_its_first_attempt_to_its_last() -> None:
-    rows = {row.name: (row.state, row.seconds, len(row.attempts)) for row in timeline(seen_job(objects.RUNNING), objects.NOW)}
-    assert rows["preflight"] == ("done", 120, 1)
-    assert rows["train"] == ("Running", 114 * 60, 2)
-    assert rows["merge"] == ("Pending", None, 0)
-
-
 def test_device_hours_are_counted_from_when_the_pods_had_nodes() -> None:
     assert device_seconds(seen_job(objects.SUCCEEDED), objects.NOW) == 3600 * 8
     assert device_seconds(seen_job(objects.WAITING), objects.NOW) == 0
@@ -89,6 +71,19 @@ def test_device_hours_are_counted_from_when_the_pods_had_nodes() -> None:
     assert (row.name, row.jobs, round(row.gpu_hours, 3), row.cost) == ("vision", 2, 9.867, pytest.approx(19.733, abs=1e-3))
     (row,) = usage_of_jobs(jobs, lambda job: job.team, {"default": None}, objects.NOW)
     assert row.cost is None
+
+
+def test_device_hours_are_those_that_status_has_counted_and_what_the_attempt_that_runs_holds_since() -> None:
+    since = (objects.NOW - datetime(2026, 3, 1, 10, 31, tzinfo=UTC)).total_seconds()
+    assert device_seconds(seen_job(objects.RUNNING), objects.NOW) == 11_520 + 4 * since
+    # A queue has interrupted it: what it held until then is counted, and it holds nothing while it waits.
+    queued = copy.deepcopy(objects.RUNNING)
+    queued["status"] |= {"gpuSecondsUntil": "2026-03-01T11:00:00Z"}
+    assert device_seconds(seen_job(queued), objects.NOW) == 11_520 + 4 * (since - 29 * 60)
+    next(each for each in queued["status"]["conditions"] if each["type"] == "Trained")["reason"] = "Queued"
+    assert device_seconds(seen_job(queued), objects.NOW) == 11_520
+    (row,) = usage_of_jobs([seen_job(queued)], lambda job: job.team, {"default": 3.0}, objects.NOW)
+    assert (row.gpu_hours, row.productive_hours, row.cost) == (3.2, 2.4, pytest.approx(9.6))
 
 
 def test_the_pods_of_a_log_are_those_of_one_stage_and_attempt() -> None:
@@ -115,10 +110,6 @@ def test_the_pods_of_a_log_are_those_of_one_stage_and_attempt() -> None:
 def test_a_stage_that_has_not_begun_has_nothing_to_say_yet() -> None:
     for done, phase in ((1, "Fetching"), (3, "Training"), (5, "Merging")):
         assert state(seen_job(objects.job("between", {"conditions": objects.stages(done)}))) == phase
-
-
-def test_states_say_what_holds_a_job_up() -> None:
-    assert [state(seen_job(each)) for each in objects.ALL] == ["Succeeded", "Running", "Failed", "Stalled", "Queued", "Pending"]
 
 
 def test_bars_and_curves_have_a_fixed_width() -> None:

@@ -1,7 +1,5 @@
 """Objects of the API server, read whatever is in them."""
 
-from __future__ import annotations
-
 import copy
 from datetime import UTC, datetime
 
@@ -64,7 +62,7 @@ def test_an_object_of_another_form_is_an_empty_job(document: objects.Document) -
 
 def test_a_pod_says_its_place_and_the_states_of_its_containers() -> None:
     pod = seen_pod(objects.pod(objects.RUNNING, "train", 1, 3))
-    assert (pod.role, pod.attempt, pod.node_rank, pod.node, pod.is_ended, pod.has_logs) == ("train", 1, 3, "gpu-3", False, True)
+    assert (pod.role, pod.attempt, pod.node_rank, pod.node, pod.has_logs) == ("train", 1, 3, "gpu-3", True)
     waiting = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
     pod = seen_pod(objects.pod(objects.RUNNING, "train", 1, 0, "Pending", **waiting))
     assert not pod.has_logs

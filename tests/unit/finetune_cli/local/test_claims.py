@@ -1,7 +1,5 @@
 """Claims of a job as directories and links of this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -55,6 +53,13 @@ def test_links_stay_as_they_were_if_a_claim_cannot_be_used(tmp_path: Path) -> No
         with pytest.raises(error):
             link_claims(uses, claim_directories(uses, tmp_path, {claim: tmp_path / place}), view)
         assert {path.name: path.readlink() for path in view.iterdir()} == before
+    # The last of the new links cannot be made, after the others were.
+    (view / ".out").mkdir()
+    (tmp_path / "moved").mkdir()
+    with pytest.raises(OSError, match=r"\.out"):
+        link_claims(uses, claim_directories(uses, tmp_path, {"models": tmp_path / "moved"}), view)
+    (view / ".out").rmdir()
+    assert {name: (view / name).readlink() for name in before} == before
     # What a command that was killed has left is replaced, and claims of another manifest are removed.
     for left in (".out", "other"):
         (view / left).symlink_to(tmp_path)

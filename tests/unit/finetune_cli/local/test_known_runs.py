@@ -1,7 +1,5 @@
 """Runs of this machine as another command sees, follows and stops them."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -13,9 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_cli.app import app
+from finetune_cli.exit_codes import LocalError
+from finetune_cli.local.known_runs import find_run
 from finetune_cli.local.run_directory import freeze, read_record, run_directory_of, write_record
 from finetune_job.failures import Outcome, TerminationReport
 from finetune_job.names import Role
+from tests.support.cases import table
 from tests.unit.finetune_cli.local_jobs import PLAN
 
 COMMAND = """
@@ -71,7 +72,7 @@ def test_what_runs_is_listed_and_stopped(claims: Path, command: subprocess.Popen
     assert (entry["stage"], entry["process"], entry["finished"]) == ("train", command.pid, ["preflight"])
     code, said = finetune("stop", name, "-n", PLAN.job.namespace, claims=claims)
     assert (code, said) == (0, "")
-    assert command.wait(30) == 0
+    assert command.wait(300) == 0
     assert finetune("status", claims=claims)[1].splitlines()[1].split()[1:] == ["stopped", "in", "train"]
 
 
@@ -89,7 +90,7 @@ def test_another_command_follows_it_to_its_end(claims: Path, command: subprocess
         assert follower.stdout is not None
         assert "training" in follower.stdout.readline()
         command.send_signal(signal.SIGTERM)
-        assert follower.wait(30) == 0
+        assert follower.wait(300) == 0
 
 
 @pytest.mark.parametrize("verb", ["stop", "attach"])
@@ -121,31 +122,13 @@ def logged(claims: Path) -> Path:
     return claims
 
 
-@pytest.mark.parametrize(
-    ("options", "lines"),
-    [
-        ((), ["[rank 0] one", "[rank 1] two\\x1b[31m", "[rank 0] three"]),
-        (("--rank", "0", "--tail", "1"), ["[rank 0] three"]),
-        (("--attempt", "0"), ["[rank 0] first"]),
-        (("--failed",), ["[rank 0] first"]),
-        (("--stage", "preflight", "-f"), ["looked"]),
-    ],
-)
-def test_what_a_run_on_this_machine_has_written_is_printed(logged: Path, options: tuple[str, ...], lines: list[str]) -> None:
+@pytest.mark.parametrize(("options", "lines"), table(__file__, "test_what_a_run_on_this_machine_has_written_is_printed"))
+def test_what_a_run_on_this_machine_has_written_is_printed(logged: Path, options: list[str], lines: list[str]) -> None:
     assert finetune("logs", PLAN.job.name, *options, claims=logged) == (0, "".join(f"{line}\n" for line in lines))
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "said"),
-    [
-        (("--stage", "merge"), 3, "no attempt of merge has a log"),
-        (("--attempt", "7"), 3, "no attempt of train 7 has a log below"),
-        (("--failed", "--stage", "preflight", "--attempt", "1"), 3, "no failed attempt of preflight 1 has a log"),
-        (("--since", "10m"), 2, "use --tail"),
-        (("-n", "elsewhere"), 2, "no such run"),
-    ],
-)
-def test_a_log_that_is_not_there_is_told(logged: Path, options: tuple[str, ...], code: int, said: str) -> None:
+@pytest.mark.parametrize(("options", "code", "said"), table(__file__, "test_a_log_that_is_not_there_is_told"))
+def test_a_log_that_is_not_there_is_told(logged: Path, options: list[str], code: int, said: str) -> None:
     ended, text = finetune("logs", PLAN.job.name, *options, claims=logged)
     assert ended == code
     assert said in text
@@ -161,8 +144,16 @@ def test_a_log_is_followed_until_nothing_works_on_the_run(logged: Path, command:
             log.write(" and\n[rank 0] four\n")
         assert [following.stdout.readline() for _ in range(2)] == ["[rank 0] three and\n", "[rank 0] four\n"]
         command.terminate()
-        assert following.communicate(timeout=30)[0] == ""
+        assert following.communicate(timeout=300)[0] == ""
         assert following.returncode == 0
     finally:
         following.kill()
         following.wait()
+
+
+def test_a_rehearsal_of_the_same_job_is_not_meant(claims: Path) -> None:
+    rehearsal = run_directory_of(claims, PLAN.job, purpose="rehearsal")
+    rehearsal.root.mkdir()
+    write_record(rehearsal.record, freeze(rehearsal, PLAN))
+    with pytest.raises(LocalError, match="nothing of it is running"):
+        find_run(claims, PLAN.job.name, PLAN.job.namespace)

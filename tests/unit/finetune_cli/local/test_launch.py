@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 
 from finetune_cli.local import launch
-from finetune_cli.local.launch import Interruption, RoleArguments, outcome, running
+from finetune_cli.local.launch import Interruption, RoleArguments, outcome, running, trainer_command
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
+from finetune_trainer.__main__ import parser
 
 
 def report(failure: FailureClass | None = None, result: Outcome = Outcome.FAILED) -> TerminationReport:
@@ -81,9 +82,11 @@ class Roles:
         self.log = directory / "role.log"
         self.lock = os.open(directory / "lock", os.O_CREAT)
 
-    def start(self, script: str) -> launch.Process:
+    def start(self, script: str) -> subprocess.Popen[bytes]:
         """Run a script, which has written "ready" when this returns."""
-        self.monkeypatch.setattr(launch, "_TRAINER", ("sh", "-c", script, "role"))
+        self.monkeypatch.setattr(
+            launch, "trainer_command", lambda _, *rest: ["sh", "-c", script, *trainer_command("finetune_trainer", *rest)[2:]]
+        )
         order = RoleArguments(Role.MERGE, 0, Path("p"), "a", Path("c"), Path("t"), lock=self.lock)
         process = launch.start_role(order, self.log)
         deadline = time.monotonic() + 300
@@ -97,8 +100,8 @@ def test_a_role_is_told_its_parent_and_holds_the_lock(roles: Roles) -> None:
     held = f"readlink /proc/$$/fd/{roles.lock}"
     with running(roles.start(f'echo ready "$@" $({held}); exit 3'), roles.interruption) as process:
         assert process.wait(60) == 3
-    assert roles.log.read_text().split()[1] == "merge"
-    assert roles.log.read_text().endswith(f"--parent {os.getpid()} {roles.directory / 'lock'}\n")
+    assert roles.log.read_text().startswith(f"ready --parent {os.getpid()} merge ")
+    assert roles.log.read_text().endswith(f" {roles.directory / 'lock'}\n")
 
 
 def test_a_role_that_is_left_is_killed_and_a_signal_reaches_the_next_one(roles: Roles) -> None:
@@ -117,8 +120,9 @@ SAVES_SLOWLY = "trap 'sleep 1.5; echo saved; exit 43' TERM; echo ready; while :;
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_sent_twice_at_once_is_one_and_what_it_does_is_told(
-    roles: Roles, told: list[str], number: signal.Signals
+    roles: Roles, told: list[str], number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(launch, "ONE_SIGNAL_SECONDS", 3600.0)
     with running(roles.start(SAVES_SLOWLY), roles.interruption) as process:
         for _ in range(2):
             os.kill(os.getpid(), number)
@@ -129,11 +133,11 @@ def test_a_signal_sent_twice_at_once_is_one_and_what_it_does_is_told(
     assert roles.log.read_text() == "ready\nsaved\n"
 
 
-def test_the_second_signal_ends_it_at_once(roles: Roles, told: list[str]) -> None:
+def test_the_second_signal_ends_it_at_once(roles: Roles, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "ONE_SIGNAL_SECONDS", 0.0)
     with running(roles.start("trap '' TERM; echo ready; while :; do sleep 0.05; done"), roles.interruption) as process:
-        os.kill(os.getpid(), signal.SIGINT)
-        time.sleep(1.1)
-        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
         assert process.wait(60) == -signal.SIGKILL
     assert told[1:] == ["ending at once"]
 
@@ -154,7 +158,7 @@ import os
 from finetune_cli.local.launch import Interruption
 with Interruption() as interruption:
     print("ready", flush=True)
-    interruption.pause(30)
+    interruption.pause(300)
     os.write(1, b"more")
     os.write(2, b"more")
 raise SystemExit(43 if interruption.requested else 1)
@@ -178,7 +182,10 @@ def test_a_terminal_that_is_gone_is_not_written_to():
         preexec_fn=take_terminal,  # noqa: PLW1509 - two system calls and no lock
     )
     os.close(theirs)
-    assert os.read(ours, 1024).startswith(b"ready")
+    shown = b""
+    while not shown.endswith(b"\n"):  # a line may come in parts, and the rest of it would have no terminal
+        shown += os.read(ours, 1024)
+    assert shown == b"ready\r\n"
     os.close(ours)
     assert process.wait(60) == 43
 
@@ -199,7 +206,7 @@ def test_a_hang_up_is_told_where_the_terminal_is_still_there():
         while more := os.read(ours, 1024):
             shown += more
     os.close(ours)
-    assert b"stopping: what runs now saves its state first" in shown
+    assert b"stopping: the running stage saves its state first" in shown
     assert b"more\n" not in shown.replace(b"once more", b"")
     assert not shown.endswith(b"more")
 
@@ -208,3 +215,12 @@ def test_an_end_that_the_user_asked_for_is_no_failure_of_the_product():
     found = outcome(Role.TRAIN, 0, -signal.SIGKILL, None, Path("train-0.log"), interrupted=True)
     assert (found.outcome, found.failure) == (Outcome.FAILED, FailureClass.PREEMPTED)
     assert "at your request" in found.message
+
+
+@pytest.mark.parametrize("role", Role)
+def test_a_role_understands_the_command_that_starts_it(role: Role) -> None:
+    order = RoleArguments(role, 3, Path("/p/plan.json"), "abc", Path("/c"), Path("/t"), lock=0, restarts=2)
+    command = trainer_command("finetune_trainer", *order.arguments(29_400))
+    understood = parser().parse_args(command[3:])
+    assert (understood.role, understood.attempt, understood.parent) == (role.value, 3, os.getpid())
+    assert getattr(understood, "restarts", 2) == 2

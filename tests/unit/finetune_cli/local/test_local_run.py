@@ -1,7 +1,5 @@
 """Which roles run, what follows the end of one, and the progress of training. One whole run is a test in tests/e2e."""
 
-from __future__ import annotations
-
 import http.server
 import json
 import threading

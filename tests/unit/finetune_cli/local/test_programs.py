@@ -1,7 +1,5 @@
 """What is believed of the lines that a process of the trainer writes."""
 
-from __future__ import annotations
-
 import io
 import sys
 from pathlib import Path
@@ -10,8 +8,9 @@ import pytest
 
 from finetune_cli.local import programs
 from finetune_cli.local.launch import Interruption
-from finetune_cli.local.programs import RehearsalOrder, json_lines, run_rehearsal
+from finetune_cli.local.programs import json_lines, run_rehearsal
 from tests.support.builders import a_job
+from tests.support.cases import table
 
 
 def test_only_whole_objects_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,27 +28,13 @@ def test_a_process_without_output_says_nothing() -> None:
     assert list(json_lines(None)) == []
 
 
-class _Order(RehearsalOrder):
-    program = ""
-
-    def command(self) -> list[str]:
-        return [sys.executable, "-c", self.program]
-
-
-def _run(order: _Order) -> tuple[int, list[object]]:
-    said: list[object] = []
+@pytest.mark.parametrize(("program", "status", "said", "logged"), table(__file__, "test_what_a_rehearsal_prints_and_how_it_ends"))
+def test_what_a_rehearsal_prints_and_how_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, status: int, said: list[object], logged: str
+) -> None:
+    monkeypatch.setattr(programs, "trainer_command", lambda *_: [sys.executable, "-c", program])
+    lines: list[object] = []
     with Interruption() as interruption:
-        return run_rehearsal(order, interruption, said.append), said
-
-
-def test_a_rehearsal_that_ends_before_it_reads_its_plan_ends_with_its_status(tmp_path: Path) -> None:
-    order = _Order(a_job().plan(), tmp_path, tmp_path, tmp_path / "log", 1.0)
-    object.__setattr__(order, "program", "import os, sys; os.close(0); sys.stderr.write('no torch'); sys.exit(41)")
-    assert _run(order) == (41, [])
-    assert order.log.read_text() == "no torch"
-
-
-def test_lines_of_libraries_do_not_end_a_rehearsal(tmp_path: Path) -> None:
-    order = _Order(a_job().plan(), tmp_path, tmp_path, tmp_path / "log", 1.0)
-    object.__setattr__(order, "program", "import sys; sys.stdin.read(); print('Loading...'); print('{\"stage\": \"train\"}')")
-    assert _run(order) == (0, [{"stage": "train"}])
+        assert run_rehearsal(a_job().plan(), [], tmp_path / "log", interruption, lines.append) == status
+    assert lines == said
+    assert (tmp_path / "log").read_text() == logged

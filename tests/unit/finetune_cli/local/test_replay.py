@@ -1,7 +1,5 @@
 """What of a run is computed again, and where."""
 
-from __future__ import annotations
-
 import io
 import os
 from collections.abc import Sequence
@@ -31,6 +29,7 @@ from finetune_job.api.training import GradientReduction
 from finetune_job.names import Role
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
+from tests.support.cases import table
 from tests.unit.finetune_cli.local_jobs import PLAN
 
 
@@ -40,19 +39,9 @@ def with_ranks(reduction: GradientReduction, nodes: int = 1) -> RunPlan:
     return PLAN.model_copy(update={"parallelism": parallelism, "training": training})
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"),
-    [
-        ([], []),
-        ([5], []),
-        ([5, 10], [(0, 5), (5, 10)]),
-        ([6, 9, 14], [(6, 9), (9, 14)]),
-        # The last interval is shorter as a rule, and best checkpoints lie anywhere.
-        ([90, 100, 105], [(90, 100), (100, 105)]),
-    ],
-)
-def test_intervals_lie_between_kept_checkpoints(steps: list[int], expected: list[tuple[int, int]]) -> None:
-    assert [(each.start, each.end) for each in kept_intervals(steps)] == expected
+@pytest.mark.parametrize(("steps", "expected"), table(__file__, "test_intervals_lie_between_kept_checkpoints"))
+def test_intervals_lie_between_kept_checkpoints(steps: list[int], expected: list[list[int]]) -> None:
+    assert [[each.start, each.end] for each in kept_intervals(steps)] == expected
 
 
 def test_a_seed_draws_the_same_intervals_in_their_order_and_each_can_be_drawn() -> None:
@@ -79,7 +68,7 @@ def test_only_ordered_sums_are_the_same_on_another_number_of_ranks() -> None:
     for plan, ranks in ((ordered, 1), (ordered, None), (fast, None), (fast, 2), (with_ranks(GradientReduction.ORDERED, 2), 3)):
         check_ranks(plan, ranks)
     for plan, ranks, said in (
-        (fast, 1, "--ranks 1: the run adds up gradients in an order of its own 2 ranks"),
+        (fast, 1, "--ranks 1: the run adds up gradients in an order that depends on its 2 ranks"),
         (ordered, 3, "--ranks 3: the run has 2; give at most as many"),
         (with_ranks(GradientReduction.FAST, 2), None, "spec.parallelism.nodes: the run has 2"),
     ):

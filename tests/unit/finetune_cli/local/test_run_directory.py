@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import subprocess
@@ -27,11 +26,6 @@ from finetune_cli.local.run_directory import (
 )
 from finetune_job.names import Role
 from tests.unit.finetune_cli.local_jobs import PLAN
-
-
-def test_the_budget_in_a_record_of_the_first_release_is_the_gangs():
-    record = RunRecord.model_validate_json('{"plan_sha256": "x", "restarts": {"counted": 2, "uncounted": 1}}')
-    assert (record.restarts[Role.TRAIN].counted, record.restarts[Role.TRAIN].uncounted) == (2, 1)
 
 
 def test_the_plan_is_frozen_until_fresh(tmp_path):
@@ -95,7 +89,7 @@ def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: 
     place.claims.mkdir(parents=True)
     write_record(place.record, freeze(place, PLAN))
     place.plan.write_text(place.plan.read_text()[:300])
-    with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known; remove them and .*or run without --fresh"):
+    with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known .* remove them and .*or run without --fresh"):
         start_fresh(place)
     other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
     with pytest.raises(LocalError, match=r"changed since its last run \(its settings\)"):
@@ -103,22 +97,6 @@ def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: 
     assert freeze(place, PLAN) == read_record(place.record), "without --fresh it is written again"
     start_fresh(place)
     assert not place.record.exists()
-
-
-def test_a_plan_is_there_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = run_directory_of(tmp_path, PLAN.job)
-    place.root.mkdir(parents=True)
-    write_record(place.record, freeze(place, PLAN))
-    text, written = place.plan.read_text(), Path.write_text
-
-    def full(path: Path, content: str) -> None:
-        written(path, content[:300])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        freeze(place, PLAN)
-    assert place.plan.read_text() == text
 
 
 def test_one_command_at_a_time(tmp_path):
@@ -154,7 +132,7 @@ def test_what_a_killed_command_left_is_not_taken_for_it(tmp_path):
         found = holder_of(place)
         assert found is not None
         assert found.pid == 0
-        with pytest.raises(LocalError, match="is saving its state; try again"), locked(place):
+        with pytest.raises(LocalError, match="are still saving their state; try again"), locked(place):
             pass
         place.lock.write_text("no JSON")
         assert holder_of(place).pid == 0

@@ -1,11 +1,8 @@
 """What a run came to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
-from finetune_cli.commands.audit import first_other_step
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.local.run_directory import RunRecord
 from finetune_cli.local.summary import Losses, losses, read_history, summarise
@@ -34,8 +31,6 @@ def test_a_history_that_a_stranger_has_changed_is_read_as_far_as_it_goes(tmp_pat
     history = read_history(tmp_path / "history.jsonl")
     assert [line["step"] for line in history] == [1, [2], 3]
     assert losses({}, history) == Losses(1.5, 1.5, held_out=False)
-    assert first_other_step(history, history) is None
-    assert first_other_step(history, [{"step": {}}, history[0]]) == 3
 
 
 def test_the_summary_tells_where_everything_is(tmp_path):

@@ -1,7 +1,5 @@
 """What a local run says of its roles, and its last words."""
 
-from __future__ import annotations
-
 from io import StringIO
 
 import pytest

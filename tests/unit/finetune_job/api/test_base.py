@@ -1,7 +1,5 @@
 """What sources and destinations may look like, and what they are taken apart into."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 

@@ -1,7 +1,5 @@
 """What fields and words mean, as the strings below them say."""
 
-from __future__ import annotations
-
 from enum import StrEnum
 
 from finetune_job.api.documentation import field_docs, member_docs, words

@@ -1,13 +1,16 @@
 """What a manifest may say, and what each mistake is answered with."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from finetune_job.api.base import ClaimPath, claim_path, size_bytes
+from finetune_job.api.inputs import DataSpec
 from finetune_job.api.job import parse_job
+from tests.support.cases import table
 
 MINIMAL: dict[str, Any] = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -41,31 +44,7 @@ def test_the_minimal_manifest_is_accepted() -> None:
     assert job.spec.parallelism.fsdp.version == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "words"),
-    [
-        ("kind", "Job", "FineTuneJob"),
-        ("apiVersion", "v1", "finetune.dev/v1alpha1"),
-        ("metadata.name", "Not Valid", "pattern"),
-        ("spec.surprise", 1, "Extra inputs"),
-        ("spec.model.source", "/data/llama", "pattern"),
-        ("spec.model.source", "pvc://models/../other", "leaves its root"),
-        ("spec.training.learningRate", 2e-4, "must be a string"),
-        ("spec.training.learningRate", "nan", "not finite"),
-        ("spec.training.learningRate", "Infinity", "not finite"),
-        ("spec.training.learningRate", "-1", "below 0"),
-        ("spec.training.learningRate", "+1", "no sign"),
-        ("spec.training.learningRate", "much", "not a number"),
-        ("spec.training.learningRate", True, "boolean"),
-        ("spec.training.epochs", float("nan"), "finite number"),
-        ("spec.training.epochs", "many", "valid integer"),
-        ("spec.training.epochs", 0, "greater than or equal to 1"),
-        ("spec.checkpoint.keep", 1, "greater than or equal to 2"),
-        ("spec.method.type", "lora", "'LoRA'"),
-        ("spec.merge.maxShardSize", "5 gigabytes", "pattern"),
-        ("spec.parallelism.fsdp.version", 3, "less than or equal to 2"),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "words"), table(__file__, "test_a_mistake_names_its_field"))
 def test_a_mistake_names_its_field(path: str, value: Any, words: str) -> None:
     with pytest.raises(ValidationError) as raised:
         parse_job(changed(path, value))
@@ -91,3 +70,17 @@ def test_a_field_without_content_is_unset(path: str) -> None:
 def test_what_is_required_cannot_be_empty() -> None:
     with pytest.raises(ValidationError, match="source"):
         parse_job(changed("spec.model.source", None))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"reasoning-effort": "high"}, "'reasoning-effort' is not the name of a variable in Jinja"),
+        ({"messages": []}, "messages has a value for each chat"),
+        ({"effort": 0.5}, 'write "0.5" in quotes'),
+        ({f"a{number}": 1 for number in range(65)}, "at most 64 items"),
+    ],
+)
+def test_arguments_that_no_template_takes_are_refused(arguments: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(reason)):
+        DataSpec.model_validate({"source": "pvc://data/train.jsonl", "templateArguments": arguments})

@@ -1,16 +1,14 @@
 """A job that has started continues though this release would not take its manifest any more."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 
 from finetune_job.api.job import spec_of_started_job
-from finetune_operator.cluster.kinds import JOBS
-from finetune_operator.cluster.projection import project
-from finetune_operator.cluster.reader import Reader
+from finetune_operator.cache.projection import project
+from finetune_operator.cache.reader import Reader
+from finetune_operator.client.kinds import JOBS
 from tests.support.builders import a_job
 
 

@@ -1,32 +1,31 @@
 """What a profile lets through, and what it takes."""
 
-from __future__ import annotations
-
 import pytest
 from pydantic import ValidationError
 
 from finetune_job.api.profile import FineTuneProfileSpec, is_allowed
+from tests.support.cases import table
+
+
+@pytest.mark.parametrize(("address", "beginning", "allowed"), table(__file__, "test_whole_segments_of_an_address_are_compared"))
+def test_whole_segments_of_an_address_are_compared(address: str, beginning: str, allowed: bool) -> None:
+    assert is_allowed(address, ["hf://someone-else", beginning]) is allowed
 
 
 @pytest.mark.parametrize(
-    ("address", "beginning", "allowed"),
+    ("allowed", "namespaces"),
     [
-        ("hf://our-org/model", "hf://our-org", True),
-        ("hf://our-org/model", "hf://our-org/", True),
-        ("hf://our-org/model", "hf://our-org/model", True),
-        ("hf://our-organisation/model", "hf://our-org", False),
-        ("s3://our-org/model", "hf://our-org", False),
-        ("hf://our-org/model", "our-org", False),
-        ("s3://bucket/team/a", "s3://bucket/team", True),
-        ("s3://bucket", "s3://bucket/team", False),
-        ("oci://host/team/model:v1", "oci://host/team/model", True),
-        ("oci://host/team/model:v1", "oci://host/team/model:v1", True),
-        ("oci://host/team/model:v1", "oci://host/team/model:v2", False),
-        ("oci://host/team/model", "oci://host/team/model:latest", True),
+        (None, ["team", "team-a", "tea", "a-team", ""]),
+        ([], []),
+        (["*"], ["team", "team-a", "tea", "a-team", ""]),
+        (["team"], ["team"]),
+        (["team*"], ["team", "team-a"]),
+        (["team-*"], ["team-a"]),
     ],
 )
-def test_whole_segments_of_an_address_are_compared(address: str, beginning: str, allowed: bool) -> None:
-    assert is_allowed(address, ["hf://someone-else", beginning]) is allowed
+def test_a_star_stands_for_the_rest_of_a_namespace(allowed: list[str] | None, namespaces: list[str]) -> None:
+    profile = FineTuneProfileSpec(trainer_image="trainer", allowed_namespaces=allowed)
+    assert [each for each in ("team", "team-a", "tea", "a-team", "") if profile.allows_namespace(each)] == namespaces
 
 
 def test_no_beginning_allows_nothing() -> None:

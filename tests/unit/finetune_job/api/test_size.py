@@ -1,7 +1,5 @@
 """The size of a spec as it is stored, and the part to shorten."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.api.size import check_size, json_bytes

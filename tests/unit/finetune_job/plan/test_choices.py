@@ -1,7 +1,5 @@
 """What a plan records as chosen."""
 
-from __future__ import annotations
-
 from finetune_job.plan.choices import Choices
 
 

@@ -1,7 +1,5 @@
 """A base that nothing casts is held in the type of the computation."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.plan.element_types import resolve_elements

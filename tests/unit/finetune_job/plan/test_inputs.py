@@ -1,7 +1,5 @@
 """The sources of a job: how fields name them, where they are, and what is fetched first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A plan that another release froze: what the operator reads of it, what a container refuses, and what missing fields mean."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

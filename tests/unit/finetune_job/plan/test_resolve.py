@@ -33,12 +33,6 @@ def test_what_is_set_is_kept_and_not_called_a_choice() -> None:
     assert "spec.training.learningRate" not in {choice.field for choice in resolved.choices}
 
 
-def test_full_fine_tuning_has_no_adapter_and_nothing_to_merge() -> None:
-    resolved = plan("spec.method.type", "Full")
-    assert resolved.method.lora is None
-    assert not resolved.merge.enabled
-
-
 def test_results_on_a_claim_are_written_there_and_published_by_nobody() -> None:
     resolved = plan()
     assert (resolved.output, resolved.publish, resolved.keeps_adapter) == (ClaimPath(claim="out", path="run"), None, True)
@@ -58,12 +52,6 @@ def test_results_for_elsewhere_wait_on_the_workspace() -> None:
     assert written.publish is not None
     assert written.publish.destination == "oci://host:5000/a/b:v1"
     assert "spec.output.destination" not in {choice.field for choice in written.choices}
-
-
-def test_without_a_merge_the_adapter_is_kept() -> None:
-    document = changed("spec.output.adapter", False)
-    document["spec"]["merge"] = {"enabled": False}
-    assert resolve(IDENTITY, parse_job(document).spec, None).keeps_adapter
 
 
 def test_the_profile_is_frozen_into_the_plan() -> None:

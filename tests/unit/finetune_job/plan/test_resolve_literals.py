@@ -1,7 +1,5 @@
 """What a plan says where the manifest says nothing, written by hand; documentation and papers name the same values."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ from finetune_job.plan.element_types import Elements, held_dtype, resolve_elemen
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.resolve_training import micro_batch_sizes
 from finetune_job.plan.run_plan import JobIdentity, RunPlan
+from tests.support.cases import table
 from tests.unit.finetune_job.rules.manifests import manifest
 
 IDENTITY = JobIdentity(namespace="n", name="j", uid="0123456789abcdef")
@@ -99,10 +98,7 @@ def test_sharding_that_nobody_has_set():
     [
         ({}, (True, "trainable and frozen apart")),
         (FULL, (False, "all parameters are trained alike")),
-        (
-            {"method.type": "DoRA", "parallelism.fsdp.useOrigParams": True},
-            (False, "adapters share the units of their layers"),
-        ),
+        ({"method.type": "DoRA", "parallelism.fsdp.useOrigParams": True}, (False, "adapters share the units of their layers")),
     ],
 )
 def test_the_reason_of_a_wrap_policy_fits_the_value(changes, chosen):
@@ -139,24 +135,7 @@ def test_attention_is_left_to_preflight_on_a_gpu_alone(gpu, given):
     assert chosen == ([] if given else [(None, "preflight chooses")] if is_open else [("sdpa", "keeps packed docu")])
 
 
-@pytest.mark.parametrize(
-    ("changes", "is_fused"),
-    [
-        ({}, True),
-        ({"method.lora.loraDropout": "0.1"}, True),
-        ({"method.lora.initLoraWeights": "pissa"}, False),
-        ({"method.type": "DoRA"}, False),
-        ({"method.type": "QLoRA"}, True),
-        ({"method.type": "QLoRA", "method.lora.loraDropout": "0.1"}, True),
-        ({"method.type": "QLoRA", "method.quantization": {"bits": 8}}, False),
-        ({"method.type": "QDoRA"}, False),
-        # The switch.
-        ({"method.lora.peftForward": True}, False),
-        # Its factors are units of their own, unless the user says otherwise.
-        (FSDP1, False),
-        (FSDP1 | {"parallelism.fsdp.peftWrapPolicy": False, "method.lora.autocastAdapterDtype": True}, True),
-    ],
-)
+@pytest.mark.parametrize(("changes", "is_fused"), table(__file__, "test_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone"))
 def test_lora_has_a_forward_pass_of_its_own_on_a_gpu_alone(changes, is_fused):
     spec = FineTuneJobSpec.model_validate(manifest(changes))
     profiles = {gpu: FineTuneProfileSpec.model_validate({"trainerImage": "t", **({"gpu": {}} if gpu else {})}) for gpu in (0, 1)}

@@ -1,7 +1,5 @@
 """What a plan says of numbers and of the method."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.api.method import LoraBias
@@ -14,8 +12,7 @@ def test_a_number_that_is_unset_stays_unset() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "trains_parts"),
-    [({}, False), ({"modulesToSave": ["lm_head"]}, True), ({"bias": LoraBias.ALL.value}, True)],
+    ("lora", "trains_parts"), [({}, False), ({"modulesToSave": ["lm_head"]}, True), ({"bias": LoraBias.ALL.value}, True)]
 )
 def test_whole_modules_and_biases_are_parts_of_the_base(lora: dict[str, object], trains_parts: bool) -> None:
     method = a_job().spec("method.lora", lora).plan().method

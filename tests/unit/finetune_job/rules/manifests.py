@@ -1,7 +1,5 @@
 """Manifests for the rule tests: a plain one that no rule speaks against, and changes of it."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from finetune_cli.generate_rules import page
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FetchSettings, FineTuneProfileSpec, PublishSettings
-from finetune_job.rules.book import RULES, rule_by_id
+from finetune_job.rules.book import RULES, Rule, read_rules, rule_by_id
+from finetune_job.rules.rule import CHECKS
 from finetune_job.rules.versions import FSDP_FIELDS
 from tests.support.examples import examples
 from tests.unit.finetune_job.rules.manifests import applied, judged, manifest
+from tools.pages.rules import page
 
 ROOT = Path(__file__).parents[4]
 
@@ -44,9 +45,37 @@ def test_every_topic_is_one_module_of_the_book():
         ),
     )
     assert tuple(dict.fromkeys(rule.topic for rule in RULES)) == topics
-    for topic in topics:
-        module = import_module(f"finetune_job.rules.{topic}")
-        assert tuple(rule for rule in RULES if rule.topic == topic) == module.RULES
+
+
+ROW = {"title": "t", "reads": ["training.epochs"], "test": "tests/pitfalls/test_x.py::test_y", "observed": "an error"}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"titel": "t"}, "Extra inputs are not permitted"),
+        ({"title": None}, "title"),
+        ({"severity": "notice"}, "severity"),
+        ({"observed": ""}, "either test and observed, or not_reproduced"),
+        ({"not_reproduced": "no GPU"}, "either test and observed, or not_reproduced"),
+        ({"range": {"within": {"!=": 1.0}, "write": "1"}}, "a bound is one of"),
+        ({"range": {"within": {"<": 1.0}, "write": "1"}}, "either a function with its id, or a range"),
+    ],
+)
+def test_a_row_that_is_not_complete_is_refused(change: dict[str, Any], problem: str):
+    Rule(id="a", topic="data", check=lambda _: None, **ROW)
+    with pytest.raises(ValueError, match=problem):
+        Rule(id="a", topic="data", check=lambda _: None, **(ROW | change))
+
+
+def test_a_function_without_a_row_and_a_row_without_a_function_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(CHECKS, "no-such-row", lambda _: None)
+    with pytest.raises(ValueError, match="no row describes no-such-row"):
+        list(read_rules())
+    monkeypatch.delitem(CHECKS, "no-such-row")
+    monkeypatch.delitem(CHECKS, "merge-while-sharded")
+    with pytest.raises(ValueError, match="merge-while-sharded: a rule has either a function"):
+        list(read_rules())
 
 
 def test_fields_that_rules_read_exist():

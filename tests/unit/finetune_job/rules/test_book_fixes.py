@@ -1,7 +1,5 @@
 """Severity, field and changes of every rule's finding, written by hand: another fix would clear the finding, too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,15 +7,14 @@ import pytest
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.finding import Finding
 from finetune_job.rules.book import RULES
+from tests.support.cases import table
 from tests.unit.finetune_job.rules.manifests import judged, manifest
 from tests.unit.finetune_job.rules.test_book_verdicts import (
     ALONE,
     AS_BASE,
-    BEST,
     BF16,
     CASES,
     CLOSED,
-    DECAY,
     DORA,
     ELASTIC,
     EPOCHS,
@@ -34,10 +31,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
     SETS,
     SGD,
     STOPPING,
-    TEMPLATE,
     TOKENS,
-    TOOL,
-    TWO,
     UNPARTED,
     V1,
     V2,
@@ -49,7 +43,7 @@ from tests.unit.finetune_job.rules.test_book_verdicts import (
 )
 
 E, W = "error", "warning"
-CLASSES, WRAP = F + "transformerLayerClsToWrap", F + "autoWrapPolicy"
+CLASSES = F + "transformerLayerClsToWrap"
 PEFTS, ORIGINAL = F + "peftWrapPolicy", F + "useOrigParams"
 LORA, PACKED, MADE = "method.lora.", "method.quantization.", "workspace.volumeClaimTemplate"
 AUTOCAST, STORAGE = LORA + "autocastAdapterDtype", PACKED + "quantStorage"
@@ -66,144 +60,7 @@ def none(field: str, severity: str = E) -> Written:
     return severity, field, {field: None}
 
 
-FINDINGS: dict[str, Written] = {
-    "wrap-class-list-empty": none(CLASSES),
-    "wrap-class-name-blank": none(CLASSES),
-    "wrap-class-name-malformed": (E, CLASSES, {CLASSES: ["A", "B"]}),
-    "wrap-class-without-transformer-policy": none(CLASSES, W),
-    "min-num-params-without-size-policy": none(F + "minNumParams", W),
-    "no-wrap-gathers-everything": none(WRAP, W),
-    "fsdp1-lora-mixed-requires-grad": (E, PEFTS, {PEFTS: True}),
-    "fsdp1-trained-bias": (W, LORA + "bias", {LORA + "bias": "none"}),
-    "fsdp1-dora-orig-params": (E, ORIGINAL, {ORIGINAL: False}),
-    "fsdp1-adapter-unit": (E, PEFTS, {PEFTS: None, ORIGINAL: None}),
-    "fsdp1-adapter-dtype": (E, PEFTS, {PEFTS: True}),
-    "fsdp1-adapter-16-bit": none(F + "version"),
-    "fsdp1-qlora-compute-dtype": (E, PACKED + "computeDtype", {PACKED + "computeDtype": "bfloat16"}),
-    "float16-adapter": none(AUTOCAST),
-    "saved-module-16-bit": (W, LORA + "modulesToSave", {"training.precision": "fp32"}),
-    "float16-range": (W, "model.dtype", {"model.dtype": "bfloat16"}),
-    "dora-16-bit-magnitude": none(AUTOCAST, W),
-    "quantization-without-qlora": (E, "method.quantization", {"method.type": "QLoRA"}),
-    "quantization-bits": (E, PACKED + "bits", {PACKED + "bits": 4}),
-    "fsdp1-qlora-integer-storage": none(STORAGE),
-    "fsdp2-qlora-integer-storage": none(STORAGE, W),
-    "fsdp1-qlora-storage-not-model-dtype": (E, STORAGE, {STORAGE: "bfloat16"}),
-    "qlora-storage-not-param-dtype": none(STORAGE),
-    "local-state-dict": none(F + "stateDictType"),
-    "no-effect-peft-wrap-policy": none(PEFTS, W),
-    "no-effect-use-orig-params": none(ORIGINAL, W),
-    "no-effect-sync-module-states": none(F + "syncModuleStates", W),
-    "no-effect-reshard-after-forward": none(F + "reshardAfterForward", W),
-    "no-effect-cpu-ram-efficient-loading": none(F + "cpuRamEfficientLoading", W),
-    "no-effect-state-dict-type": none(F + "stateDictType", W),
-    "no-effect-activation-checkpointing": (W, F + "activationCheckpointing", {F + "activationCheckpointing": None, "training.activationCheckpointing": "Full"}),
-    "global-batch-not-divisible": (E, "training.globalBatchSize", {"training.globalBatchSize": 12}),
-    "nodes-need-read-write-many": (E, f"{MADE}.accessMode", {f"{MADE}.accessMode": "ReadWriteMany"}),
-    "offload-without-gpu": none(F + "offloadParams"),
-    "compile-with-selective-checkpointing": (E, "training.activationCheckpointing", {"training.activationCheckpointing": "Full"}),
-    "ordered-reduction-not-possible": none("training.reduction"),
-    "elastic-needs-ordered-reduction": (E, "parallelism.elastic", {"training.reduction": "Ordered"}),
-    "elastic-min-nodes-above-nodes": (E, "parallelism.elastic.minNodes", {"parallelism.elastic.minNodes": 2}),
-    "adam-beta-range": none("training.adamBeta2"),
-    "adam-epsilon-zero": none("training.adamEpsilon"),
-    "momentum-range": none("training.momentum"),
-    "warmup-ratio-range": none("training.warmupRatio"),
-    "decay-ratio-range": none("training.decayRatio"),
-    "min-learning-rate-ratio-range": none("training.minLearningRateRatio"),
-    "decay-within-warmup": (W, "training.decayRatio", {"training.decayRatio": "0.7"}),
-    "learning-rate-zero": none(RATE),
-    "no-effect-momentum": none("training.momentum", W),
-    "no-effect-adam-settings": none("training.adamEpsilon", W),
-    "no-effect-decay-ratio": none("training.decayRatio", W),
-    "no-effect-min-learning-rate-ratio": none("training.minLearningRateRatio", W),
-    "epochs-or-max-steps": none("training.epochs"),
-    "training-moves-nothing": none("training.maxGradNorm"),
-    "steps-too-large": none(RATE, W),
-    "learning-rate-unusual": none(RATE, W),
-    "warmup-ratio-unusual": none("training.warmupRatio", W),
-    "weight-decay-unusual": none("training.weightDecay", W),
-    "dropout-unusual": none(LORA + "loraDropout", W),
-    "weight-decay-erases": none("training.weightDecay"),
-    "lora-settings-misplaced": none("method.lora"),
-    "method-settings-misplaced": none("method.settings"),
-    "method-not-supported": (E, "method.type", {"method.type": "LoRA", "method.settings": None}),
-    "method-setting-unknown": (E, "method.settings", {"method.settings.R": None, "method.settings.r": 8}),
-    "method-setting-type": (E, "method.settings", {"method.settings.r": 8}),
-    "method-setting-range": (E, "method.settings", {"method.settings.r": None}),
-    "method-settings-conflict": (E, "method.settings", {"method.settings.r": None}),
-    "method-setting-on-one-rank-only": (E, "method.settings", {"method.settings.moduleDropout": None}),
-    "no-effect-method-setting": (W, "method.settings", {"method.settings.moduleDropout": None}),
-    "lora-dropout-range": none(LORA + "loraDropout"),
-    "lora-plus-ratio-range": none(LORA + "loraPlusRatio"),
-    "lora-init-not-supported": none(LORA + "initLoraWeights"),
-    "decomposed-start-with-dora": none(LORA + "initLoraWeights"),
-    "orthogonal-odd-rank": (E, LORA + "r", {LORA + "r": 6}),
-    "rslora-with-alpha": (W, ALPHA, {ALPHA: 8}),
-    "layers-without-targets": none(LORA + "layersToTransform"),
-    "target-modules-empty": none(LORA + "targetModules"),
-    "all-linear-beside-names": (E, LORA + "targetModules", {LORA + "targetModules": ["all-linear"]}),
-    "module-name-malformed": (E, LORA + "targetModules", {LORA + "targetModules": ["q", "k"]}),
-    "module-adapted-and-saved": (E, LORA + "targetModules", {LORA + "targetModules": ["q"]}),
-    "module-adapted-and-excluded": (E, LORA + "targetModules", {LORA + "excludeModules": None}),
-    "module-expression-malformed": (E, "method.settings", {"method.settings.targetModules": None}),
-    "adapter-pattern-malformed": (E, LORA + "rankPattern", {LORA + "rankPattern": None, LORA + "alphaPattern": None}),
-    "trainable-token-repeated": (E, LORA + "trainableTokenIndices", {LORA + "trainableTokenIndices": [3, 4]}),
-    "trainable-tokens-overlap": (E, LORA + "modulesToSave", {LORA + "trainableTokenIndices": None}),
-    "fsdp1-trainable-tokens": none(F + "version"),
-    "added-token-repeated": (E, "model.addedTokens", {"model.addedTokens": [TOOL, {"content": "<b>", "special": True}]}),
-    "added-tokens-untrained": (E, "model.addedTokens", {"method.type": "LoRA", "method.settings": None}),
-    "target-parameters-conflict": (E, "method.type", {"method.type": "LoRA"}),
-    "target-parameters-all-layers": none(LORA + "layersToTransform"),
-    "fsdp1-target-parameters": none(F + "version"),
-    "early-stopping-without-evaluation": none("evaluation.earlyStopping"),
-    "early-stopping-after-the-end": (W, "evaluation.earlyStopping", {"evaluation.everySteps": 4}),
-    "best-model-without-validation": none("evaluation.loadBestModelAtEnd"),
-    "best-model-is-the-last": none("evaluation.loadBestModelAtEnd", W),
-    "evaluation-without-validation": none("evaluation.everySteps", W),
-    "source-or-datasets": (E, "data.source", {"data.source": "pvc://data/train.jsonl"}),
-    "chat-template-without-chat": (E, "data.chatTemplate", {"data.format": "Chat"}),
-    "assistant-loss-without-chat": (E, "data.lossOn", {"data.lossOn": "Completion"}),
-    "completion-loss-on-text": (E, "data.lossOn", {"data.lossOn": "All"}),
-    "dataset-weight-range": (E, "data.datasets", {"data.datasets": [{"source": "pvc://data/a.jsonl", "weight": "1"}]}),
-    "txt-without-text": (E, "data.format", {"data.format": "Text"}),
-    "mapping-without-effect": (E, "data.mapping", {"data.format": "Chat"}),
-    "chat-template-unknown": (E, "data.chatTemplate", {"data.chatTemplate": "ChatML"}),
-    "csv-with-chat": (E, "data.format", {"data.format": "PromptCompletion"}),
-    "merge-dtype-overflow": none("merge.dtype", W),
-    "verification-agreement-range": none("merge.verify.minTop1Agreement"),
-    "verification-divergence-zero": none("merge.verify.maxKlDivergence"),
-    "merge-into-quantized": (E, "merge.base", {"merge.base": "Original"}),
-    "merge-dequantized-without-qlora": (E, "merge.base", {"merge.base": "Original"}),
-    "merge-while-sharded": (E, "merge.base", {"merge.base": "Original"}),
-    "output-inside-input": (E, TO, {TO: "pvc://data/finetune-output"}),
-    "output-overlaps-bucket-input": (E, TO, {TO: "s3://ours/finetune-output"}),
-    "output-replaces-model": (E, TO, {TO: "hf://Our-Org/Llama-tuned"}),
-    "destination-not-allowed": (E, TO, {TO: "pvc://results/finetune-output"}),
-    "hub-destination-without-token": (E, "output.secretRef", {"output.secretRef": {"name": "hub-write-token"}}),
-    "output-adapter-is-the-result": none("output.adapter"),
-    "no-effect-output-adapter": none("output.adapter", W),
-    "no-effect-output-secret": none("output.secretRef", W),
-    "no-effect-output-private": none("output.private", W),
-    "credentials-without-tls": (W, "output.secretRef", {"output.secretRef": None, TO: "pvc://results/finetune-output"}),
-    "workspace-claim-or-template": (E, "workspace.claimName", {MADE: {"storage": "100Gi", "accessMode": "ReadWriteOnce"}}),
-    "workspace-inside-data": (E, "workspace.claimName", {"workspace.claimName": None, MADE: {"storage": "100Gi", "accessMode": "ReadWriteMany"}}),
-    "retain-with-named-claim": none("workspace.retain", W),
-    "output-deleted-with-job": (E, "workspace.retain", {"workspace.retain": "Keep"}),
-    "start-needs-named-claim": none("training.startFrom"),
-    "rehearsal-required": none("preflight.rehearsal"),
-    "profile-limit-exceeded": (E, "parallelism.nodes", {"parallelism.nodes": 2}),
-    "remote-code-not-allowed": none("model.allowRemoteCode"),
-    "hub-source-without-revision": (E, "model.revision", {"model.revision": "0" * 40}),
-    "revision-without-hub-source": none("model.revision"),
-    "hub-name-with-hub-source": none("model.hubName"),
-    "model-source-is-dataset": (E, "model.source", {"model.source": "hf://our-org/llama"}),
-    "model-source-inside-repository": (E, "model.source", {"model.source": "hf://our-org/llama"}),
-    "data-source-is-model": (E, "data.source", {"data.source": "hf://datasets/our-org/set/"}),
-    "source-not-allowed": (E, "model.source", {"model.source": "pvc://models/llama", "model.revision": None}),
-    "no-effect-hub-token": none("fetch.hubTokenSecretRef", W),
-    "no-effect-s3-secret": none("fetch.s3SecretRef", W),
-}  # fmt: skip
+FINDINGS: dict[str, Written] = table(__file__, "FINDINGS")  # fmt: skip
 """Of the first case of each rule in test_book_verdicts.py."""
 
 
@@ -224,7 +81,7 @@ def test_every_rule_is_written_down_here():
 @pytest.mark.parametrize("rule", FINDINGS)
 def test_the_finding_is_as_written_down(rule):
     bad, profile = next((bad, profile) for identifier, bad, _, profile in CASES if identifier == rule)
-    assert told(rule, bad, profile) == FINDINGS[rule]
+    assert [*told(rule, bad, profile)] == FINDINGS[rule]
 
 
 @pytest.mark.parametrize(
@@ -325,64 +182,9 @@ def test_a_global_batch_becomes_the_next_multiple_that_the_field_can_hold(writte
     assert told("global-batch-not-divisible", written) == (E, BATCH, changes)
 
 
-ONE = lora(r=1, loraAlpha=1)
-
-
 @pytest.mark.parametrize(
     ("rule", "found", "silent"),
-    [
-        # alpha from r on, r from 4 on.
-        ("rslora-with-alpha", lora(useRslora=True, loraAlpha=16, r=16), lora(useRslora=True, loraAlpha=15, r=16)),
-        ("rslora-with-alpha", lora(useRslora=True, loraAlpha=4, r=4), lora(useRslora=True, loraAlpha=3, r=3)),
-        # At 15 of 16 steps it could still end early.
-        ("early-stopping-after-the-end", STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 12}, STOPPING | HELD_OUT | {"evaluation.everySteps": 4, "training.maxSteps": 13}),
-        ("best-model-is-the-last", BEST | HELD_OUT | {"evaluation.everySteps": 11}, BEST | HELD_OUT | {"evaluation.everySteps": 11} | EPOCHS),
-        ("verification-divergence-zero", {"merge.verify.maxKlDivergence": "1e-17"}, {"merge.verify.maxKlDivergence": "1.1e-17"}),
-        # Adam: a step is at most (1 - 0.9) / sqrt(1 - 0.999) = 3.1623 times the rate; 10 steps; 1e-10 / 31.623 = 3.1623e-12.
-        ("training-moves-nothing", FULL | {RATE: "3.15e-12"}, FULL | {RATE: "3.17e-12"}),
-        # Decay takes up to 1 x rate more: 1e-10 / 41.623 = 2.4026e-12.
-        ("training-moves-nothing", FULL | {RATE: "2.39e-12", "training.weightDecay": "1"}, FULL | {RATE: "2.41e-12", "training.weightDecay": "1"}),
-        # An adapter's does not reach the base.
-        ("training-moves-nothing", ONE | {RATE: "3.15e-12", "training.weightDecay": "9"}, ONE | {RATE: "3.17e-12"}),
-        # alpha 32, 64 by pattern, B 16 times as fast.
-        ("training-moves-nothing", {RATE: "9.8e-14"}, {RATE: "9.9e-14"}),
-        ("training-moves-nothing", lora(alphaPattern={"q": 64}) | {RATE: "4.93e-14"}, lora(alphaPattern={"q": 64}) | {RATE: "4.95e-14"}),
-        ("training-moves-nothing", lora(loraPlusRatio="16") | {RATE: "6.16e-15"}, lora(loraPlusRatio="16") | {RATE: "6.19e-15"}),
-        # 100,000 steps where only the data tells.
-        ("training-moves-nothing", FULL | EPOCHS | {RATE: "3.15e-16"}, FULL | EPOCHS | {RATE: "3.17e-16"}),
-        # SGD: gradient / (1 - 0.9) = 10 times the rate; 1e4 / 0.1 where nothing clips.
-        ("training-moves-nothing", FULL | SGD | {RATE: "0.99e-12"}, FULL | SGD | {RATE: "1.01e-12"}),
-        ("training-moves-nothing", FULL | SGD | {RATE: "0.99e-16", "training.maxGradNorm": "0"}, FULL | SGD | {RATE: "1.01e-16", "training.maxGradNorm": "0"}),
-        # RAdam begins with plain momentum, whose step is the gradient's 5.
-        ("training-moves-nothing", FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "1.99e-12"}, FULL | {"training.optimizer": "RAdam", "training.maxGradNorm": "5", RATE: "2.01e-12"}),
-        # Rate x alpha / r, here x 32 / 16.
-        ("steps-too-large", {RATE: "0.5"}, {RATE: "0.499"}),
-        # rsLoRA: 8 / sqrt(16).
-        ("steps-too-large", lora(useRslora=True, loraAlpha=8) | {RATE: "0.5"}, lora(useRslora=True, loraAlpha=8) | {RATE: "0.499"}),
-        # A scaling below 1 keeps no factor from being overwritten.
-        ("steps-too-large", lora(loraAlpha=1) | {RATE: "1"}, lora(loraAlpha=1) | {RATE: "0.999"}),
-        ("steps-too-large", lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0625"}, lora(loraAlpha=8, loraPlusRatio="16") | {RATE: "0.0624"}),
-        ("steps-too-large", settings("LoHa") | {RATE: "1"}, settings("LoHa") | {RATE: "0.999"}),
-        # 1 - 2e-4 x 5000 = 0.
-        ("weight-decay-erases", {RATE: "2e-4", "training.weightDecay": "5000"}, {RATE: "2e-4", "training.weightDecay": "4999"}),
-        ("adam-epsilon-zero", {"training.adamEpsilon": "1.19e-38"}, {"training.adamEpsilon": "1.2e-38"}),
-        ("lora-plus-ratio-range", lora(loraPlusRatio="0.999"), lora(loraPlusRatio="1")),
-        ("global-batch-not-divisible", {BATCH: 7, RANKS: 2}, {BATCH: 8, RANKS: 2}),
-        ("no-wrap-gathers-everything", TWO | {WRAP: "NO_WRAP"}, {WRAP: "NO_WRAP"}),
-        ("nodes-need-read-write-many", TEMPLATE | {"parallelism.nodes": 2}, {"parallelism.nodes": 2}),
-        ("decay-ratio-range", DECAY | {"training.decayRatio": "1.001"}, DECAY | {"training.decayRatio": "1"}),
-        ("fsdp1-trained-bias", V1 | lora(bias="lora_only"), V1 | lora(bias="none")),
-        ("fsdp2-qlora-integer-storage", V2 | QLORA | {STORAGE: "uint8"}, V1 | QLORA | {STORAGE: "uint8"}),
-        ("qlora-storage-not-param-dtype", V2 | QLORA | {STORAGE: "float32", F + "mixedPrecision.paramDtype": "bfloat16"}, V2 | QLORA | {STORAGE: "uint8", F + "mixedPrecision.paramDtype": "bfloat16"}),
-        ("merge-dtype-overflow", BF16 | {"merge.dtype": "float16"}, FULL | BF16 | {"merge.dtype": "float16"}),
-        ("merge-dtype-overflow", {"model.dtype": "float32", "merge.dtype": "float16"}, {"merge.dtype": "float16"}),
-        ("merge-into-quantized", QLORA | {"merge.base": "Quantized"}, QLORA | {"merge.base": "Quantized"} | ALONE),
-        ("merge-dequantized-without-qlora", {"merge.base": "Dequantized"}, {"merge.base": "Dequantized"} | ALONE),
-        ("verification-divergence-zero", {"merge.verify.maxKlDivergence": "0"}, LOHA | {"merge.enabled": True, "merge.verify.maxKlDivergence": "0"}),
-        ("chat-template-without-chat", {"data.chatTemplate": "x" * 61}, {"data.format": "Chat", "data.chatTemplate": "x" * 61}),
-        ("target-parameters-conflict", EXPERTS | {LORA + "loraDropout": "0.01"}, {LORA + "loraDropout": "0.01"}),
-        ("trainable-tokens-overlap", TOKENS | {LORA + "modulesToSave": ["embed_tokens"]}, {LORA + "modulesToSave": ["embed_tokens"]}),
-    ],
+    table(__file__, "test_the_boundary_is_where_the_formula_puts_it"),
 )  # fmt: skip
 def test_the_boundary_is_where_the_formula_puts_it(rule, found, silent):
     assert told(rule, found) is not None

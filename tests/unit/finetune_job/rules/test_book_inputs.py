@@ -1,7 +1,5 @@
 """No rule raises, whatever the schema accepts: in the operator an exception would leave the job without a word in its status."""
 
-from __future__ import annotations
-
 import random
 import re
 from itertools import product
@@ -16,6 +14,7 @@ from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.api.profile import FineTuneProfileSpec
 from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext
+from tests.support.cases import table
 from tests.support.examples import examples
 from tests.unit.finetune_job.rules.manifests import applied, judged, manifest
 
@@ -77,25 +76,7 @@ def test_no_rule_raises_on_what_the_schema_accepts(seed, profile) -> None:
     evaluate(RuleContext(spec, profile))
 
 
-RATE, LORA = "training.learningRate", "method.lora."
-REACHING: list[dict[str, list[Any]]] = [
-    {
-        RATE: [None, "0.5", "50"],
-        LORA + "r": [None, 1, 4096],
-        LORA + "loraAlpha": [None, 65536],
-        LORA + "rankPattern": [None, {"q_proj": 1}],
-        LORA + "alphaPattern": [None, {"q_proj": 65536}],
-        LORA + "loraPlusRatio": [None, "10000"],
-        LORA + "useRslora": [None, True],
-    },
-    {
-        "method.type": ["LoHa", "LoKr"],
-        RATE: [None, "0.5", "50"],
-        "method.settings.r": [None, 1, 4096],
-        "method.settings.alpha": [None, 65536],
-    },
-    {"method.type": ["Full"], RATE: [None, "0.5", "50"]},
-]
+REACHING: list[dict[str, list[Any]]] = table(__file__, "REACHING")
 
 
 @pytest.mark.parametrize("values", REACHING)

@@ -1,15 +1,12 @@
 """The decision table is complete, names only what exists, and its page is up to date."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from pathlib import Path
 
 from finetune_job.rules.book import rule_by_id
-from tests.pitfalls.catalogue.entry import Avoided, Changed, Entry, Refused, Reproduced
+from tests.pitfalls.catalogue.entry import COUNT, Avoided, Changed, Entry, Refused, Reproduced, entries
 from tests.pitfalls.catalogue.page import page
-from tests.pitfalls.catalogue.read import COUNT, entries
 
 ROOT = Path(__file__).parents[4]
 PREFLIGHT = ROOT / "trainer_image/finetune_trainer"

@@ -1,27 +1,14 @@
 """Ranges: what a row refuses, and the condition that it makes for the API server."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.rules.cel import CONDITIONS
 from finetune_job.rules.rule_tables import Bounds, spec_field
+from tests.support.cases import table
 from tests.unit.finetune_job.rules.manifests import PLAIN, judged, manifest
 
-FIELDS = {
-    "training.warmupRatio": ("warmup-ratio-range", "< 1.0", ["0", "0.9999999999"], ["1", "1.5", "0.99999999999999999999"]),
-    "training.decayRatio": ("decay-ratio-range", "<= 1.0", ["0", "1", "1.00000000000000000001"], ["1.000001", "9e9"]),
-    "training.minLearningRateRatio": ("min-learning-rate-ratio-range", "<= 1.0", ["0", "1"], ["1.1"]),
-    "training.learningRate": ("learning-rate-zero", "> 0.0", ["2e-4", "1e-99"], ["0", "0.0", "0e0"]),
-    "training.adamBeta1": ("adam-beta-range", "< 1.0", ["0.9"], ["1", "2"]),
-    "training.adamBeta2": ("adam-beta-range", "< 1.0", ["0.999"], ["1", "2"]),
-    "training.adamEpsilon": ("adam-epsilon-zero", ">= 1.2e-38", ["1e-8", "1.2e-38"], ["0", "1e-39"]),
-    "training.momentum": ("momentum-range", "< 1.0", ["0", "0.9"], ["1", "1.5"]),
-    "method.lora.loraDropout": ("lora-dropout-range", "< 1.0", ["0", "0.5"], ["1", "7"]),
-    "method.lora.loraPlusRatio": ("lora-plus-ratio-range", ">= 1.0", ["1", "16"], ["0", "0.99"]),
-    "merge.verify.minTop1Agreement": ("verification-agreement-range", "<= 1.0", ["0.95", "1"], ["1.01", "95"]),
-}
+FIELDS = table(__file__, "FIELDS")
 
 
 def found(path: str, written: str) -> set[str]:

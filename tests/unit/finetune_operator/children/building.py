@@ -1,24 +1,22 @@
 """Builders of the Jobs of all roles, and runs to build them from."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from finetune_job.names import Role
 from finetune_job.plan.digest import plan_sha256
-from finetune_operator.children.cpu_jobs import fetch_job, merge_job, preflight_job, publish_job
+from finetune_operator.children.cpu_jobs import cpu_job
 from finetune_operator.children.frozen_run import FrozenRun, Owner
 from finetune_operator.children.train_job import train_job
 from tests.support.builders import UID, JobBuilder, a_job
 
 OWNER = Owner("team", "tune", UID)
-BUILDERS = {
-    Role.FETCH: fetch_job,
-    Role.PREFLIGHT: preflight_job,
-    Role.TRAIN: train_job,
-    Role.MERGE: merge_job,
-    Role.PUBLISH: publish_job,
-}
+
+
+def job_of(role: Role, run: FrozenRun, attempt: int = 0) -> dict[str, Any]:
+    """The Job of a role."""
+    return train_job(run, attempt) if role is Role.TRAIN else cpu_job(run, role, attempt)
+
+
 ELSEWHERE = (
     a_job()
     .spec("model", {"source": "hf://org/base", "revision": "a" * 40})
@@ -30,7 +28,6 @@ ELSEWHERE = (
 
 def run_of(job: JobBuilder) -> FrozenRun:
     plan = job.plan()
-    assert plan.placement is not None
     return FrozenRun(Owner("team", plan.job.name, UID), plan, plan.placement, plan_sha256(plan))
 
 

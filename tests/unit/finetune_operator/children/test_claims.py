@@ -1,7 +1,5 @@
 """Claims: whose word counts, and who may write."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import pytest
 from finetune_job.api.output import RetainPolicy, VolumeClaimTemplate
 from finetune_job.names import Role
 from finetune_operator.children.claims import claims_named_by, workspace_claim
-from finetune_operator.children.cpu_jobs import merge_job, preflight_job
+from finetune_operator.children.cpu_jobs import cpu_job
 from finetune_operator.children.pod_template import claim_access
 from finetune_operator.children.train_job import train_job
 from tests.support.builders import a_job
@@ -17,8 +15,7 @@ from tests.unit.finetune_operator.children.building import OWNER, pod_spec, run_
 
 
 @pytest.mark.parametrize(
-    ("user", "profile", "chosen"),
-    [("fast", "slow", "fast"), ("fast", None, "fast"), (None, "slow", "slow"), (None, None, None)],
+    ("user", "profile", "chosen"), [("fast", "slow", "fast"), ("fast", None, "fast"), (None, "slow", "slow"), (None, None, None)]
 )
 def test_the_users_storage_class_comes_before_the_profiles(user: str | None, profile: str | None, chosen: str | None) -> None:
     template = VolumeClaimTemplate(storage="10Gi", storage_class_name=user)
@@ -36,26 +33,9 @@ def read_only(body: dict[str, Any]) -> dict[str, bool]:
 
 def test_inputs_are_mounted_read_only() -> None:
     run = run_of(a_job())
-    assert read_only(preflight_job(run, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
+    assert read_only(cpu_job(run, Role.PREFLIGHT, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
     assert read_only(train_job(run, 0)) == {"models": True, "scratch": False}
-    assert read_only(merge_job(run, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
-
-
-def test_a_single_pod_is_never_replaced_by_the_job_controller() -> None:
-    spec = merge_job(run_of(a_job()), 0)["spec"]
-    assert (spec["backoffLimit"], spec["podReplacementPolicy"], spec["completions"]) == (0, "Failed", 1)
-
-
-def test_a_foreground_deletion_of_the_job_waits_for_its_children() -> None:
-    (owner,) = train_job(run_of(a_job()), 0)["metadata"]["ownerReferences"]
-    assert owner == {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "name": "tune",
-        "uid": OWNER.uid,
-        "controller": True,
-        "blockOwnerDeletion": True,
-    }
+    assert read_only(cpu_job(run, Role.MERGE, 0)) == {"models": True, "data": True, "results": False, "scratch": False}
 
 
 def test_the_claims_of_a_job_are_those_that_its_pods_mount() -> None:

@@ -1,14 +1,12 @@
 """Which pods are given which Secrets, and how."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
 from finetune_job.names import CREDENTIALS_MOUNT, Role
-from finetune_operator.children.cpu_jobs import fetch_job, publish_job
-from tests.unit.finetune_operator.children.building import BUILDERS, ELSEWHERE, pod_spec, run_of
+from finetune_operator.children.cpu_jobs import cpu_job
+from tests.unit.finetune_operator.children.building import ELSEWHERE, job_of, pod_spec, run_of
 
 KEYS = ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"]
 
@@ -27,7 +25,7 @@ def credential_sources(body: dict[str, Any]) -> list[tuple[str, bool, dict[str, 
 
 
 def test_the_fetch_pod_is_given_its_credentials_as_files() -> None:
-    assert credential_sources(fetch_job(run_of(ELSEWHERE), 0)) == [
+    assert credential_sources(cpu_job(run_of(ELSEWHERE), Role.FETCH, 0)) == [
         ("hub", False, {"read": "hub/token"}),
         ("store", False, {key: f"s3/{key}" for key in KEYS}),
         ("store", True, {"AWS_SESSION_TOKEN": "s3/AWS_SESSION_TOKEN"}),
@@ -50,14 +48,14 @@ def test_the_fetch_pod_is_given_its_credentials_as_files() -> None:
 )
 def test_the_publish_pod_is_given_the_destinations_credentials_as_files(destination: str, expected: list[Any]) -> None:
     job = ELSEWHERE.spec("output", {"destination": destination, "secretRef": {"name": "writer"}})
-    assert credential_sources(publish_job(run_of(job), 0)) == expected
-    assert "writer" not in str(fetch_job(run_of(job), 0))
+    assert credential_sources(cpu_job(run_of(job), Role.PUBLISH, 0)) == expected
+    assert "writer" not in str(cpu_job(run_of(job), Role.FETCH, 0))
 
 
 @pytest.mark.parametrize("role", Role)
 def test_what_speaks_to_the_outside_trusts_the_authorities_of_the_profile(role: Role) -> None:
     job = ELSEWHERE.with_profile(caBundle={"configMap": "company-ca", "key": "bundle.pem"})
-    pod = pod_spec(BUILDERS[role](run_of(job), 0))
+    pod = pod_spec(job_of(role, run_of(job)))
     (container,) = pod["containers"]
     volumes = [volume["configMap"] for volume in pod["volumes"] if volume["name"] == "authorities"]
     mounts = [mount for mount in container["volumeMounts"] if mount["name"] == "authorities"]
@@ -68,38 +66,38 @@ def test_what_speaks_to_the_outside_trusts_the_authorities_of_the_profile(role: 
         assert variables == ["/authorities/ca.crt"]
     else:
         assert (volumes, mounts, variables) == ([], [], [])
-    assert "authorities" not in str(BUILDERS[role](run_of(ELSEWHERE), 0))
+    assert "authorities" not in str(job_of(role, run_of(ELSEWHERE)))
 
 
 def test_only_the_publish_pod_is_given_the_key_that_signs() -> None:
     job = ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}})
     run = run_of(job.with_profile(publish={"signingKeySecret": {"name": "model-signing"}}))
-    assert credential_sources(publish_job(run, 0)) == [
+    assert credential_sources(cpu_job(run, Role.PUBLISH, 0)) == [
         ("writer", False, {"token": "hub/token"}),
         ("model-signing", False, {"signing.key": "signing/key"}),
     ]
     for role in (Role.FETCH, Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
-        assert "model-signing" not in str(BUILDERS[role](run, 0))
+        assert "model-signing" not in str(job_of(role, run))
 
 
 def test_no_other_pod_sees_a_secret() -> None:
     run = run_of(ELSEWHERE.spec("output", {"destination": "hf://org/tuned", "secretRef": {"name": "writer"}}))
     for role in (Role.PREFLIGHT, Role.TRAIN, Role.MERGE):
-        assert "secret" not in str(BUILDERS[role](run, 0)).lower()
+        assert "secret" not in str(job_of(role, run)).lower()
     for role in Role:
-        variables = pod_spec(BUILDERS[role](run, 0))["containers"][0]["env"]
+        variables = pod_spec(job_of(role, run))["containers"][0]["env"]
         assert {variable["name"] for variable in variables} <= {"HOME", "JOB_COMPLETION_INDEX"}
 
 
 @pytest.mark.parametrize("role", [Role.FETCH, Role.PUBLISH])
 def test_without_a_secret_there_is_no_volume_for_one(role: Role) -> None:
     job = ELSEWHERE.spec("fetch", None).spec("output.destination", "s3://bucket/tuned")
-    assert CREDENTIALS_MOUNT not in str(BUILDERS[role](run_of(job), 0))
+    assert CREDENTIALS_MOUNT not in str(job_of(role, run_of(job)))
 
 
 @pytest.mark.parametrize("profile", [{"fsGroup": 5678}, {}])
 def test_nobody_but_root_and_the_pods_group_reads_credentials(profile: dict[str, Any]) -> None:
     """Without an fsGroup that is group 0, which the image names: tests/e2e runs the pods so."""
-    pod = pod_spec(fetch_job(run_of(ELSEWHERE.with_profile(**profile)), 0))
+    pod = pod_spec(cpu_job(run_of(ELSEWHERE.with_profile(**profile)), Role.FETCH, 0))
     (volume,) = [volume for volume in pod["volumes"] if "projected" in volume]
     assert volume["projected"]["defaultMode"] == 0o440

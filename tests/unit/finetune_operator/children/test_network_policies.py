@@ -1,7 +1,5 @@
 """Whom a run's pods may reach: the policies, and that they are there before the first pod."""
 
-from __future__ import annotations
-
 import ipaddress
 from pathlib import Path
 from typing import Any
@@ -12,10 +10,10 @@ from finetune_job.api.profile import NetworkSettings
 from finetune_operator.children.network_policies import network_policies
 from finetune_operator.decide.reconcile import reconcile
 from tests.support.builders import T0, UID, JobBuilder, a_job, observing
+from tests.support.cases import table
 from tests.unit.finetune_operator.children.building import run_of
 from tests.unit.finetune_operator.decide.reading import created
 
-NAMESPACE = "kubernetes.io/metadata.name"
 SAME_RUN = {"podSelector": {"matchLabels": {"finetune.dev/job-uid": UID}}}
 
 
@@ -53,29 +51,7 @@ def test_the_pods_of_a_run_talk_among_themselves_and_to_the_operator() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("dns", "questions"),
-    [
-        (
-            {"namespaces": ["openshift-dns"], "cidrs": [], "ports": [5353]},
-            {
-                "to": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}}],
-                "ports": [{"protocol": "UDP", "port": 5353}, {"protocol": "TCP", "port": 5353}],
-            },
-        ),
-        (
-            {"namespaces": [], "cidrs": ["10.0.0.2/32"]},
-            {
-                "to": [{"ipBlock": {"cidr": "10.0.0.2/32"}}],
-                "ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}],
-            },
-        ),
-        (
-            {"namespaces": [], "cidrs": []},
-            {"ports": [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("dns", "questions"), table(__file__, "test_a_profile_names_the_dns_servers"))
 def test_a_profile_names_the_dns_servers(dns: dict[str, Any], questions: dict[str, Any]) -> None:
     (policy,) = policies(dns=dns)
     assert policy["spec"]["egress"] == [{"to": [SAME_RUN]}, questions]
@@ -100,35 +76,7 @@ def test_only_fetch_and_publish_have_a_way_out() -> None:
     assert len(policies()) == 1
 
 
-@pytest.mark.parametrize(
-    ("address", "is_reached"),
-    [
-        ("18.160.1.1", True),
-        ("2600:9000::1", True),
-        ("169.254.169.254", False),
-        ("169.254.20.10", False),
-        ("10.96.0.1", False),
-        ("172.16.0.1", False),
-        ("172.31.255.255", False),
-        ("172.32.0.1", True),
-        ("192.168.1.1", False),
-        ("100.64.0.1", False),
-        ("100.128.0.1", True),
-        ("127.0.0.1", False),
-        ("0.0.0.0", False),
-        ("::1", False),
-        ("fd00:ec2::254", False),
-        ("fe80::1", False),
-        ("ff02::1", False),
-        ("224.0.0.1", False),
-        ("255.255.255.255", False),
-        ("198.18.0.1", False),
-        # The metadata service and a private address through NAT64, and a public one.
-        ("64:ff9b::a9fe:a9fe", False),
-        ("64:ff9b::a00:1", False),
-        ("64:ff9b::12a0:101", True),
-    ],
-)
+@pytest.mark.parametrize(("address", "is_reached"), table(__file__, "test_a_way_out_leads_to_public_addresses_alone"))
 def test_a_way_out_leads_to_public_addresses_alone(address: str, is_reached: bool) -> None:
     found = ipaddress.ip_address(address)
     _, out = policies(from_the_hub())

@@ -1,7 +1,5 @@
 """Where pods run and which queue admits them: from the profile and the job, through the frozen plan, into Jobs and pods."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -12,45 +10,21 @@ from finetune_job.plan.launch_plan import read_launch_plan
 from finetune_operator.children.frozen_run import FrozenRun
 from finetune_operator.children.train_job import gang_service, gated_train_job, train_job
 from tests.support.builders import JobBuilder, a_job
-from tests.unit.finetune_operator.children.building import BUILDERS, OWNER, pod_spec
+from tests.support.cases import table
+from tests.unit.finetune_operator.children.building import OWNER, job_of, pod_spec
 
 CPU_ROLES = [Role.FETCH, Role.PREFLIGHT, Role.MERGE, Role.PUBLISH]
-TAINTED: dict[str, Any] = {
-    "nodeSelector": {"accelerator": "h100"},
-    "tolerations": [
-        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
-        {"key": "reserved", "value": "training", "effect": "NoExecute", "tolerationSeconds": 60},
-    ],
-    "affinity": {
-        "nodeAffinity": {
-            "requiredDuringSchedulingIgnoredDuringExecution": {
-                "nodeSelectorTerms": [{"matchExpressions": [{"key": "zone", "operator": "In", "values": ["a", "b"]}]}]
-            }
-        },
-        "podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 1, "podAffinityTerm": {}}]},
-    },
-    "schedulerName": "volcano",
-    "priorityClassName": "research",
-    "runtimeClassName": "nvidia",
-    "labels": {"scheduling.x-k8s.io/pod-group": "ours"},
-    "annotations": {"kueue.x-k8s.io/podset-preferred-topology": "cloud.provider.com/topology-rack"},
-    "extraResources": {"rdma/hca": "1"},
-    "resourceClaims": [{"name": "imex", "resourceClaimTemplateName": "imex-channel"}],
-    "env": [{"name": "NCCL_IB_HCA", "value": "mlx5"}],
-    "queueName": "gpus",
-    "queuePriorityClassName": "nightly",
-}
+TAINTED: dict[str, Any] = table(__file__, "TAINTED")
 
 
 def run_of(job: JobBuilder) -> FrozenRun:
     """As the operator has it: read back from the text in the ConfigMap."""
     plan = read_launch_plan(canonical_json(job.plan()))
-    assert plan.placement is not None
     return FrozenRun(OWNER, plan, plan.placement, "0" * 64)
 
 
 def test_a_tainted_node_with_special_devices_is_reached() -> None:
-    job = BUILDERS[Role.TRAIN](run_of(a_job().processes_per_node(8).with_profile(pods={"train": TAINTED})), 0)
+    job = train_job(run_of(a_job().processes_per_node(8).with_profile(pods={"train": TAINTED})), 0)
     pod, (container,) = pod_spec(job), pod_spec(job)["containers"]
     assert pod["nodeSelector"] == {"accelerator": "h100"}
     assert pod["tolerations"] == [
@@ -72,15 +46,15 @@ def test_a_tainted_node_with_special_devices_is_reached() -> None:
 
 @pytest.mark.parametrize("role", CPU_ROLES)
 def test_what_is_said_of_training_concerns_no_other_role(role: Role) -> None:
-    plain = BUILDERS[role](run_of(a_job()), 0)
-    beside = BUILDERS[role](run_of(a_job().run(queueName="gpus").with_profile(pods={"train": TAINTED})), 0)
+    plain = job_of(role, run_of(a_job()))
+    beside = job_of(role, run_of(a_job().run(queueName="gpus").with_profile(pods={"train": TAINTED})))
     assert beside == plain
 
 
 @pytest.mark.parametrize("role", CPU_ROLES)
 def test_cpu_roles_share_their_settings_until_one_has_its_own(role: Role) -> None:
     pods = {"cpu": {"queueName": "cpus", "nodeSelector": {"pool": "cpu"}}, str(role): {"queueName": "own"}}
-    jobs = {one: BUILDERS[one](run_of(a_job().with_profile(pods=pods)), 0) for one in Role}
+    jobs = {one: job_of(one, run_of(a_job().with_profile(pods=pods))) for one in Role}
     for one, job in jobs.items():
         queue = job["metadata"]["labels"].get("kueue.x-k8s.io/queue-name")
         assert queue == {Role.TRAIN: None, role: "own"}.get(one, "cpus")
@@ -90,15 +64,12 @@ def test_cpu_roles_share_their_settings_until_one_has_its_own(role: Role) -> Non
 
 def test_training_pods_need_the_profiles_nodes_and_those_of_their_own_settings() -> None:
     profile = {"nodeSelector": {"gpu": "h100", "zone": "a"}, "pods": {"train": {"nodeSelector": {"zone": "b"}}}}
-    assert pod_spec(BUILDERS[Role.TRAIN](run_of(a_job().with_profile(**profile)), 0))["nodeSelector"] == {
-        "gpu": "h100",
-        "zone": "b",
-    }
+    assert pod_spec(train_job(run_of(a_job().with_profile(**profile)), 0))["nodeSelector"] == {"gpu": "h100", "zone": "b"}
 
 
 def queue_and_priorities(job: JobBuilder) -> tuple[str | None, str | None, str | None]:
     """Queue and its priority class of the training Job, and the PriorityClass of its pods."""
-    body = BUILDERS[Role.TRAIN](run_of(job), 0)
+    body = train_job(run_of(job), 0)
     labels = body["metadata"]["labels"]
     queue, priority = labels.get("kueue.x-k8s.io/queue-name"), labels.get("kueue.x-k8s.io/priority-class")
     return queue, priority, pod_spec(body).get("priorityClassName")
@@ -123,7 +94,7 @@ def test_without_a_queue_there_is_no_label_of_one() -> None:
 def test_the_image_is_pulled_with_the_profiles_secrets_and_no_container_sees_them() -> None:
     run = run_of(a_job().with_profile(imagePullSecrets=[{"name": "registry"}]))
     for role in Role:
-        pod = pod_spec(BUILDERS[role](run, 0))
+        pod = pod_spec(job_of(role, run))
         assert pod["imagePullSecrets"] == [{"name": "registry"}]
         assert "registry" not in str(pod["containers"][0]["volumeMounts"])
 
@@ -132,7 +103,7 @@ def test_the_image_is_pulled_with_the_profiles_secrets_and_no_container_sees_the
 def test_pods_are_found_by_labels_that_no_placement_changes(role: Role) -> None:
     key = "train" if role is Role.TRAIN else "cpu"
     run = run_of(a_job().with_profile(pods={key: {"labels": {"team": "a"}}}))
-    labels = BUILDERS[role](run, 0)["spec"]["template"]["metadata"]["labels"]
+    labels = job_of(role, run)["spec"]["template"]["metadata"]["labels"]
     assert labels["team"] == "a"
     assert (gang_service(OWNER)["spec"]["selector"].items() <= labels.items()) is (role is Role.TRAIN)
 
@@ -147,7 +118,7 @@ def test_a_placement_that_forges_our_labels_is_overruled() -> None:
             )
         }
     )
-    job = BUILDERS[Role.TRAIN](FrozenRun(OWNER, run.plan, forged, "0" * 64), 0)
+    job = train_job(FrozenRun(OWNER, run.plan, forged, "0" * 64), 0)
     assert job["spec"]["template"]["metadata"]["labels"]["finetune.dev/role"] == "train"
 
 
@@ -157,7 +128,7 @@ def test_a_placement_that_sets_amounts_of_ours_is_overruled() -> None:
     extra = {"extra_resources": {"cpu": "1", "nvidia.com/gpu": "1", "rdma/hca": "1"}}
     train = run.placement.pods.train.model_copy(update=extra)
     forged = run.placement.model_copy(update={"pods": run.placement.pods.model_copy(update={"train": train})})
-    job = BUILDERS[Role.TRAIN](FrozenRun(OWNER, run.plan, forged, "0" * 64), 0)
+    job = train_job(FrozenRun(OWNER, run.plan, forged, "0" * 64), 0)
     (container,) = pod_spec(job)["containers"]
     amounts = {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": "8", "rdma/hca": "1"}
     assert (container["resources"]["requests"], container["resources"]["limits"]) == (amounts, amounts)
@@ -168,7 +139,6 @@ def test_a_plan_that_asks_for_nothing_new_is_written_as_before() -> None:
     for new in ("pods", "image_pull_secrets"):
         assert new not in canonical_json(a_job().plan())
     asked = a_job().run(queueName="gpus").plan().placement
-    assert asked is not None
     assert asked.model_dump(mode="json")["pods"] == {"train": {"queue_name": "gpus"}}
 
 

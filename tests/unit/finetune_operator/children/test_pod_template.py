@@ -1,7 +1,5 @@
 """What the Jobs of all roles share: security, resources and claims."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +9,13 @@ from finetune_job.names import Role
 from finetune_operator.children.pod_template import claim_access
 from finetune_operator.children.train_job import train_job
 from tests.support.builders import a_job
-from tests.unit.finetune_operator.children.building import BUILDERS, ELSEWHERE, pod_spec, run_of
+from tests.unit.finetune_operator.children.building import ELSEWHERE, job_of, pod_spec, run_of
 
 
 @pytest.mark.parametrize("role", Role)
 def test_pods_pass_pod_security_restricted(role: Role) -> None:
     """https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted, control by control."""
-    pod = pod_spec(BUILDERS[role](run_of(a_job()), 0))
+    pod = pod_spec(job_of(role, run_of(a_job())))
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers", "ephemeralContainers"} & set(pod)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -37,17 +35,17 @@ def test_pods_pass_pod_security_restricted(role: Role) -> None:
 
 @pytest.mark.parametrize("role", Role)
 def test_identity_comes_from_the_profile_or_is_left_to_the_platform(role: Role) -> None:
-    plain = pod_spec(BUILDERS[role](run_of(a_job()), 0))
+    plain = pod_spec(job_of(role, run_of(a_job())))
     assert not {"runAsUser", "fsGroup", "supplementalGroups"} & set(plain["securityContext"])
     identity = {"runAsUser": 1234, "fsGroup": 5678, "supplementalGroups": [3000, 4000]}
-    chosen = pod_spec(BUILDERS[role](run_of(a_job().with_profile(**identity)), 0))
+    chosen = pod_spec(job_of(role, run_of(a_job().with_profile(**identity))))
     assert {name: chosen["securityContext"][name] for name in identity} == identity
 
 
 @pytest.mark.parametrize("role", Role)
 def test_requests_equal_limits_and_only_training_takes_accelerators(role: Role) -> None:
     profile = {"resources": {str(role): {"cpu": "3", "memory": "7Gi", "sharedMemory": "2Gi"}}}
-    pod = pod_spec(BUILDERS[role](run_of(a_job().processes_per_node(4).with_profile(**profile)), 0))
+    pod = pod_spec(job_of(role, run_of(a_job().processes_per_node(4).with_profile(**profile))))
     resources = pod["containers"][0]["resources"]
     assert resources["requests"] == resources["limits"]
     gpus = {"nvidia.com/gpu": "4"} if role is Role.TRAIN else {}
@@ -64,7 +62,7 @@ def test_a_profile_without_accelerators_asks_for_none() -> None:
 @pytest.mark.parametrize("role", Role)
 def test_what_a_pod_may_put_on_the_nodes_disk_is_limited(role: Role) -> None:
     def shown(**profile: Any) -> tuple[Any, Any]:
-        pod = pod_spec(BUILDERS[role](run_of(a_job().with_profile(**profile)), 0))
+        pod = pod_spec(job_of(role, run_of(a_job().with_profile(**profile))))
         tmp = next(volume["emptyDir"] for volume in pod["volumes"] if volume["name"] == "tmp")
         return tmp, pod["containers"][0]["resources"]["limits"].get("ephemeral-storage")
 
@@ -75,7 +73,7 @@ def test_what_a_pod_may_put_on_the_nodes_disk_is_limited(role: Role) -> None:
     assert shown(scratchStorage="3Gi", pods={"cpu": queued, "train": queued}) == ({"sizeLimit": "3Gi"}, None)
 
 
-def test_a_run_that_was_frozen_without_a_limit_goes_on_without() -> None:
+def test_a_run_that_was_frozen_without_a_limit_continues_without() -> None:
     run = run_of(a_job())
     older = replace(run, placement=run.placement.model_copy(update={"scratch_storage": None}))
     pod = pod_spec(train_job(older, 0))
@@ -108,7 +106,7 @@ def test_what_is_fetched_and_published_passes_over_the_workspace_alone() -> None
 def test_one_claim_for_everything_is_mounted_once_and_writable(role: Role) -> None:
     job = a_job().spec("model.source", "pvc://all/base").spec("data.source", "pvc://all/d.jsonl")
     job = job.spec("output.destination", "pvc://all/out").spec("workspace", {"claimName": "all"})
-    pod = pod_spec(BUILDERS[role](run_of(job), 0))
+    pod = pod_spec(job_of(role, run_of(job)))
     mounts = [mount for mount in pod["containers"][0]["volumeMounts"] if mount["mountPath"].startswith("/claims/")]
     assert [(mount["mountPath"], mount["readOnly"]) for mount in mounts] == [("/claims/all", False)]
     assert len({volume["name"] for volume in pod["volumes"]}) == len(pod["volumes"])

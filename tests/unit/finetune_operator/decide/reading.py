@@ -1,7 +1,5 @@
 """Short ways of saying what a pass decided."""
 
-from __future__ import annotations
-
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import find_condition
 from finetune_job.reasons import ConditionType
@@ -20,17 +18,13 @@ def deleted(actions: Actions) -> list[str]:
 
 def condition(actions: Actions, kind: ConditionType) -> tuple[str, str]:
     """Status and reason of a condition that was written."""
-    assert actions.status is not None
     found = find_condition(actions.status.conditions, kind)
-    assert found is not None
     return found.status, found.reason
 
 
 def message(actions: Actions, kind: ConditionType) -> str:
     """Message of a condition that was written."""
-    assert actions.status is not None
     found = find_condition(actions.status.conditions, kind)
-    assert found is not None
     return found.message
 
 

@@ -1,7 +1,5 @@
 """What was trained is never lost to what comes after it, nor to a cluster that has no room or loses a node."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -9,8 +7,8 @@ import pytest
 from finetune_job.api.status import ProgressStatus, Restarts, RoleRestarts
 from finetune_job.failures import FailureClass
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import ProfileView
 from finetune_operator.decide.reconcile import reconcile
+from finetune_operator.decide.seen.observed import ProfileView
 from tests.support.builders import T0, ObservedBuilder, a_job, a_profile, after, observing
 from tests.unit.finetune_operator.decide.reading import condition, created, deleted, message, written
 
@@ -92,17 +90,6 @@ def test_a_gang_waits_for_capacity_without_end(attempt: int) -> None:
     assert (told.status, told.events) == (None, ()), "said once"
 
 
-def test_time_spent_waiting_for_a_node_does_not_count_as_a_slow_start() -> None:
-    job = a_job().nodes(2).run(startupDeadlineSeconds=400)
-    seen = observing(job).training().pod(0, started=None, phase="Pending", scheduled=after(-290))
-    placed = seen.pod(1, started=None, phase="Pending", scheduled=after(5_000))
-    assert written(reconcile(placed.build(), after(5_399))).attempt == 0
-    assert condition(reconcile(placed.build(), after(5_400)), ConditionType.SUCCEEDED) == (
-        "False",
-        Reason.STARTUP_DEADLINE_EXCEEDED,
-    )
-
-
 def test_a_gang_with_a_checkpoint_that_cannot_start_is_tried_again_and_never_failed() -> None:
     seen = observing(a_job().run(startupDeadlineSeconds=100, maxRestarts=0)).training(attempt=2)
     seen = seen.with_status(progress=ProgressStatus(step=100, total_steps=200, checkpoint_step=100))
@@ -123,7 +110,7 @@ def test_a_gang_with_a_checkpoint_that_cannot_start_is_tried_again_and_never_fai
 
 
 @pytest.mark.parametrize("role", ["merge", "publish"])
-def test_what_comes_after_the_training_and_cannot_start_waits_for_a_human_and_goes_on_by_itself(role: str) -> None:
+def test_what_comes_after_the_training_and_cannot_start_waits_for_a_human_and_continues_by_itself(role: str) -> None:
     seen = observing(a_job().run(startupDeadlineSeconds=100))
     seen = (seen.trained() if role == "merge" else seen.merged()).batch_job().pod(0, waiting_reason="ErrImagePull")
     actions = reconcile(seen.build(), T0)
@@ -154,7 +141,7 @@ def test_before_anything_is_trained_pods_that_cannot_start_end_the_job(role: str
         (FailureClass.CHECKPOINT_INVALID, True),
     ],
 )
-def test_a_training_that_is_given_up_is_failed_only_for_what_lies_in_the_job(failure: FailureClass, ends: bool) -> None:
+def test_a_training_that_is_given_up_fails_only_for_causes_in_the_job(failure: FailureClass, ends: bool) -> None:
     seen = observing(a_job().run(maxRestarts=0)).training().failed_pod(0, failure).batch_job_failed()
     actions = reconcile(seen.nothing_left().build(), T0)
     assert condition(actions, ConditionType.FINISHED) == (
@@ -166,3 +153,4 @@ def test_a_training_that_is_given_up_is_failed_only_for_what_lies_in_the_job(fai
 def test_a_verdict_on_the_weights_is_final() -> None:
     actions = reconcile(a_merge_that_failed(FailureClass.VERIFICATION_FAILED).nothing_left().build(), T0)
     assert condition(actions, ConditionType.FINISHED) == ("True", Reason.VERIFICATION_FAILED)
+    assert written(actions).artifacts == []

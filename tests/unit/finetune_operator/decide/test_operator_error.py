@@ -1,7 +1,5 @@
 """What a job says while the passes over it fail, and how that is taken back."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
@@ -11,9 +9,9 @@ import pytest
 from finetune_job.api.status import FineTuneJobStatus
 from finetune_job.conditions import find_condition, initial_conditions, with_condition
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.observed import JobView
-from finetune_operator.decide.operator_error import is_told, ready_without_error, with_error_kept, with_operator_error
+from finetune_operator.decide.operator_error import is_reported, ready_without_error, with_error_kept, with_operator_error
 from finetune_operator.decide.pass_result import PassResult
+from finetune_operator.decide.seen.observed import JobView
 
 THEN, NOW = "2026-01-01T00:00:00Z", "2026-01-01T01:00:00Z"
 MOMENT = datetime(2026, 1, 1, 1, tzinfo=UTC)
@@ -33,7 +31,6 @@ def status_with(*said: tuple[ConditionType, bool | None, Reason]) -> FineTuneJob
 
 def test_a_job_without_status_says_that_it_was_seen_and_what_is_wrong() -> None:
     patch = with_operator_error({}, 3, NOW, "403")
-    assert patch is not None
     assert [one["type"] for one in patch["conditions"]] == [str(kind) for kind in ConditionType]
     ready = next(one for one in patch["conditions"] if one["type"] == "Ready")
     expected = {"type": "Ready", "status": "False", "reason": "OperatorError", "message": TOLD, "observedGeneration": 3}
@@ -46,7 +43,6 @@ def test_nothing_else_of_the_status_is_touched_not_even_what_this_release_does_n
     prepared = stored("Prepared", "True", "Completed")
     status = {"attempt": 4, "conditions": [prepared, stored("Ready", "True", "Running"), later]}
     patch = with_operator_error(status, 1, NOW, "403")
-    assert patch is not None
     assert list(patch) == ["conditions"]
     before, ready, after = patch["conditions"]
     assert (before, after, ready["reason"], ready["lastTransitionTime"]) == (prepared, later, "OperatorError", NOW)
@@ -55,10 +51,8 @@ def test_nothing_else_of_the_status_is_touched_not_even_what_this_release_does_n
 
 def test_a_status_without_ready_gets_one_and_one_that_was_false_keeps_its_time() -> None:
     patch = with_operator_error({"conditions": [stored("Stalled", "False", "Healthy")]}, 1, NOW, "403")
-    assert patch is not None
     assert [one["type"] for one in patch["conditions"]] == ["Stalled", "Ready"]
     patch = with_operator_error({"conditions": [stored("Ready", "False", "Queued")]}, 1, NOW, "403")
-    assert patch is not None
     assert patch["conditions"][0]["lastTransitionTime"] == THEN
 
 
@@ -77,10 +71,8 @@ def test_a_pass_that_is_not_known_to_end_well_writes_everything_but_ready() -> N
     before = status_with((ConditionType.READY, False, Reason.OPERATOR_ERROR))
     running = status_with((ConditionType.READY, True, Reason.RUNNING), (ConditionType.PREPARED, True, Reason.COMPLETED))
     kept = with_error_kept(before, running)
-    assert kept is not None
-    assert is_told(kept)
+    assert is_reported(kept)
     prepared = find_condition(kept.conditions, ConditionType.PREPARED)
-    assert prepared is not None
     assert prepared.status == "True"
     assert with_error_kept(before, status_with((ConditionType.READY, True, Reason.RUNNING))) is None, "nothing else is news"
     assert with_error_kept(before, None) is None
@@ -103,25 +95,21 @@ def test_a_pass_that_is_not_known_to_end_well_writes_everything_but_ready() -> N
         (((ConditionType.SUCCEEDED, False, Reason.CANCELLED),), (False, "Cancelled", "")),
     ],
 )
-def test_a_pass_without_a_word_for_ready_takes_the_error_back_by_what_else_is_said(
+def test_a_pass_that_does_not_set_ready_derives_it_from_other_conditions(
     said: tuple[tuple[ConditionType, bool | None, Reason], ...], expected: tuple[bool | None, str, str]
 ) -> None:
     status = status_with((ConditionType.READY, False, Reason.OPERATOR_ERROR), *said)
     assert ready_without_error(status.conditions) == expected
     view = JobView("team", "tune", "uid", 1, "1", spec=None, status=status)
     written = PassResult(view, MOMENT).actions().status
-    assert written is not None
     ready = find_condition(written.conditions, ConditionType.READY)
-    assert ready is not None
     assert (ready.reason, ready.message) == expected[1:]
 
 
-def test_a_pass_with_a_word_for_ready_has_its_say() -> None:
+def test_ready_is_as_the_pass_sets_it() -> None:
     status = status_with((ConditionType.READY, False, Reason.OPERATOR_ERROR))
     result = PassResult(replace(JobView("team", "tune", "uid", 1, "1", spec=None), status=status), MOMENT)
     result.condition(ConditionType.READY, True, Reason.RUNNING)
     written = result.actions().status
-    assert written is not None
     ready = find_condition(written.conditions, ConditionType.READY)
-    assert ready is not None
     assert ready.reason == Reason.RUNNING

@@ -1,16 +1,10 @@
 """What is created and deleted, and when somebody looks again: written by hand."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
-from finetune_job.api.status import Attempt, FineTuneJobStatus, PlanStatus
+from finetune_job.api.status import Attempt, FineTuneJobStatus
 from finetune_job.names import Role
 from finetune_job.reasons import ConditionType, Reason
-from finetune_operator.decide.attempts import AttemptEnd, closed
-from finetune_operator.decide.children_seen import ConfigMapView
+from finetune_operator.decide.gang.attempts import closed
 from finetune_operator.decide.reconcile import reconcile
-from finetune_operator.decide.stage import is_started
 from tests.support.builders import T0, a_job, after, envelope, observing
 from tests.unit.finetune_operator.decide.reading import created, written
 
@@ -21,21 +15,6 @@ def test_a_workspace_claim_that_exists_is_not_created_again() -> None:
     assert "PersistentVolumeClaim/tune-workspace" not in there
     missing = observing(job).but(missing_claims=frozenset({"tune-workspace"}))
     assert created(reconcile(missing.build(), T0))[0] == "PersistentVolumeClaim/tune-workspace"
-
-
-def test_the_time_to_live_deletes_the_plan_that_was_seen_and_no_other() -> None:
-    seen = observing(a_job().run(ttlSecondsAfterFinished=60)).trained().succeeded()
-    ended = replace(seen, status=written(reconcile(seen.build(), T0))).build()
-    assert isinstance(ended.plan, ConfigMapView)
-    (plan,) = [one for one in reconcile(ended, after(60)).deletes if one.kind == "ConfigMap"]
-    assert (plan.name, plan.uid) == ("tune-plan", "uid-plan")
-
-
-def test_somebody_looks_whether_the_last_pods_have_ended() -> None:
-    """Although every event about them may be lost."""
-    actions = reconcile(observing(a_job().run(cancel=True)).training().build(), T0)
-    assert actions.requeue_after_seconds is not None
-    assert 0 < actions.requeue_after_seconds <= 60
 
 
 def test_only_rank_zero_reports_for_the_gang() -> None:
@@ -61,11 +40,8 @@ def test_the_interim_condition_of_a_success_is_enough() -> None:
 def test_the_end_of_an_attempt_leaves_the_records_of_other_roles_alone() -> None:
     fetched = Attempt(role=Role.FETCH, number=0, start_time="2026-01-01T11:00:00Z", outcome="Succeeded")
     status = FineTuneJobStatus(attempts=[fetched, Attempt(role=Role.TRAIN, number=0)])
-    after_end = closed(status, Role.TRAIN, 0, AttemptEnd("Failed", T0))
-    assert [(one.role, one.number, one.outcome) for one in after_end] == [
-        (Role.FETCH, 0, "Succeeded"),
-        (Role.TRAIN, 0, "Failed"),
-    ]
+    after_end = closed(status, Role.TRAIN, 0, "Failed", T0)
+    assert [(one.role, one.number, one.outcome) for one in after_end] == [(Role.FETCH, 0, "Succeeded"), (Role.TRAIN, 0, "Failed")]
 
 
 def test_a_pod_that_the_job_controller_deletes_is_no_sign_of_a_failing_job() -> None:
@@ -74,8 +50,3 @@ def test_a_pod_that_the_job_controller_deletes_is_no_sign_of_a_failing_job() -> 
     actions = reconcile(seen.build(), T0)
     assert actions.status is None or actions.status.attempt == 0
     assert actions.deletes == ()
-
-
-def test_started_means_that_the_plan_is_frozen_too() -> None:
-    assert not is_started(FineTuneJobStatus(start_time="2026-01-01T11:00:00Z"))
-    assert is_started(FineTuneJobStatus(start_time="2026-01-01T11:00:00Z", plan=PlanStatus(hash="a" * 64)))

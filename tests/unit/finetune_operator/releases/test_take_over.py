@@ -13,7 +13,7 @@ from finetune_job.failures import EXIT_CODES, FailureClass, parse_envelope
 from finetune_job.names import Role
 from finetune_job.plan.launch_plan import read_launch_plan
 from finetune_job.plan.run_plan import RunPlan
-from finetune_operator.children.cpu_jobs import fetch_job
+from finetune_operator.children.cpu_jobs import cpu_job
 from finetune_operator.children.frozen_run import FrozenRun, Owner
 from tests.releases.recorded import RELEASES, SCENARIOS, TakenOverCluster, has_succeeded, recording, stages, taken_over
 from tests.support.builders import UID
@@ -38,8 +38,6 @@ def test_a_job_of_any_release_is_carried_to_its_end(release: str, scenario: str,
     role, _, attempt = stage.removesuffix("-running").partition("-")
     assert has_succeeded(cluster), cluster.status.conditions
     assert cluster.status.start_time == before.start_time
-    assert cluster.status.plan is not None
-    assert before.plan is not None
     assert cluster.status.plan.hash == before.plan.hash or stage == "frozen", "the plan is not frozen again"
     made = {f"{one.kind}/{one.name}" for one in cluster.made}
     assert not made & cluster.found, "what was there is adopted"
@@ -89,7 +87,6 @@ def test_pods_of_every_release_say_why_they_ended(release: str) -> None:
         assert EXIT_CODES[FailureClass(name)] == code
     for name, message in recording(release)["envelopes"].items():
         report = parse_envelope(message)
-        assert report is not None
         assert (report.failure, report.role, report.message, report.hint) == (FailureClass(name), Role.TRAIN, "said", "do")
 
 
@@ -102,13 +99,12 @@ def test_a_fetch_is_tried_again_with_the_credentials_that_its_old_image_reads() 
     """Images of the first release that could fetch took them from variables, later ones take them from files."""
     recorded = recording("03-b9905b8")["elsewhere"]
     plan = read_launch_plan(recorded["bodies"]["ConfigMap/tune-plan"]["data"]["plan.json"])
-    assert plan.placement is not None
     run = FrozenRun(Owner("team", "tune", UID), plan, plan.placement, "0" * 64)
     theirs = recorded["bodies"]["Job/tune-fetch-0"]["spec"]["template"]["spec"]["containers"][0]["env"]
     assert {one["name"] for one in theirs} == {
-        *("HOME", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
+        *("HOME", "HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
     }
-    assert fetch_job(run, 1)["spec"]["template"]["spec"]["containers"][0]["env"] == theirs
+    assert cpu_job(run, Role.FETCH, 1)["spec"]["template"]["spec"]["containers"][0]["env"] == theirs
     later = read_launch_plan(recording("04-fae2541")["elsewhere"]["bodies"]["ConfigMap/tune-plan"]["data"]["plan.json"])
-    environment = fetch_job(replace(run, plan=later), 1)["spec"]["template"]["spec"]["containers"][0]["env"]
+    environment = cpu_job(replace(run, plan=later), Role.FETCH, 1)["spec"]["template"]["spec"]["containers"][0]["env"]
     assert [one["name"] for one in environment] == ["HOME"]

@@ -1,18 +1,11 @@
 """A small model whose optimizer has state, and checkpoints of it that one rank writes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from finetune_trainer.checkpoint.manifest import (
-    Manifest,
-    OptimizerEntry,
-    Origin,
-    RunState,
-)
+from finetune_trainer.checkpoint.manifest import Manifest, OptimizerEntry, Origin, RunState
 from finetune_trainer.checkpoint.save import begin_save, commit_save
 from finetune_trainer.checkpoint.state import create_state, pieces
 from finetune_trainer.ranks.gang import Gang
@@ -38,14 +31,7 @@ def save(
 ) -> None:
     state = RunState(eval_loss=1.5)
     writing = begin_save(
-        root,
-        step=step,
-        found=pieces(model),
-        optimizer=optimizer,
-        gang=ALONE,
-        origin=ORIGIN,
-        state=state,
-        best_step=best_step,
+        root, step=step, found=pieces(model), optimizer=optimizer, gang=ALONE, origin=ORIGIN, state=state, best_step=best_step
     )
     commit_save(root, writing, ALONE, keep)
 

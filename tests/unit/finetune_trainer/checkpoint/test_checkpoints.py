@@ -1,7 +1,5 @@
 """When checkpoints are made, next to the training loop or in it, and what happens when one cannot be written."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from finetune_job.failures import EXIT_CODES, FailureClass
@@ -27,6 +26,7 @@ from finetune_trainer.checkpoint.save import Snapshot, write_rank_file
 from finetune_trainer.checkpoint.state import create_state, pieces
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
+from finetune_trainer.files import file_sha256
 from finetune_trainer.ranks.gang import Gang
 from tests.support.forked_ranks import run_gang, trained_files, wrap
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
@@ -231,18 +231,6 @@ def test_a_failed_save_harms_nothing_and_two_in_a_row_end_the_run(
     assert not run.leftovers
 
 
-@pytest.mark.parametrize("place", ["write_rank_file", "write_durably", "publish_directory"])
-def test_the_last_save_must_succeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    run = OneRank(tmp_path)
-    run.checkpoints.save(1, STATE)
-    monkeypatch.setattr(save_module, place, full_disk)
-    with pytest.raises(SaveError, match="No space left on device"):
-        run.checkpoints.save(2, STATE, is_last=True)
-    assert run.steps == [1]
-    assert (run.context.workspace.checkpoints / LATEST).read_text() == f"{checkpoint_name(1)}\n"
-    assert not run.leftovers
-
-
 @pytest.mark.parametrize(
     ("number", "failure", "advice"),
     [
@@ -267,6 +255,20 @@ def test_only_a_lack_of_room_is_called_a_full_disk(
     assert caught.value.failure is failure
     assert advice in caught.value.hint
     assert "older checkpoints are unharmed" in caught.value.hint
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 4096])
+def test_a_file_that_is_written_in_chunks_has_all_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(save_module, "_CHUNK_BYTES", chunk_bytes)
+    tensors = {"param/a": torch.arange(5.0), "param/b": torch.arange(3, dtype=torch.bfloat16), "step/a": torch.tensor([7.0])}
+    entry = write_rank_file(tmp_path / "file", Snapshot(tensors, ()))
+    assert (entry.size, entry.sha256) == ((tmp_path / "file").stat().st_size, file_sha256(tmp_path / "file"))
+    found = load_file(tmp_path / "file")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in tensors.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -294,9 +296,8 @@ class SmallFiles:
             wrap("checkpoint.save:write_rank_file", limited)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_one_rank_that_cannot_write_stops_no_other(tmp_path: Path, asynchronous: bool) -> None:
-    spec = tiny_spec(checkpoint={"everySteps": 2, "asynchronous": asynchronous})
+def test_one_rank_that_cannot_write_stops_no_other(tmp_path: Path) -> None:
+    spec = tiny_spec(checkpoint={"everySteps": 2, "asynchronous": True})
     contexts = [run_context(tmp_path / name, spec) for name in ("well", "once", "for-good")]
     assert run_gang(contexts[0]) == [0, 0]
     assert run_gang(contexts[1], [SmallFiles(rank=1, first=2, last=2)]) == [0, 0]

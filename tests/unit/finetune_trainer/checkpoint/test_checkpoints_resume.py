@@ -1,7 +1,5 @@
 """A run that completed a checkpoint never begins at step 0 again without a word: not if all that is left of it is a record."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -90,7 +88,7 @@ def test_progress_that_cannot_be_read_ends_the_attempt(claims: Path, damage: Cal
 
 
 def test_data_that_was_prepared_differently_ends_the_attempt(claims: Path) -> None:
-    with pytest.raises(CheckpointError, match="was trained on data data, prepared is other"):
+    with pytest.raises(CheckpointError, match="was trained on data data, but other is prepared"):
         checkpoints(claims, data_hash="other").resume()
     assert checkpoints(claims).resume() is not None
 

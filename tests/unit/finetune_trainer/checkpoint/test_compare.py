@@ -1,8 +1,5 @@
 """Values of checkpoints and results against each other, whatever files they are in."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune_trainer.checkpoint.compare import checkpoint_difference, merged_difference, results_difference
+from finetune_trainer.checkpoint import compare
+from finetune_trainer.checkpoint.compare import checkpoint_difference, results_difference
 from finetune_trainer.checkpoint.manifest import (
     MANIFEST,
     FileEntry,
@@ -27,6 +25,11 @@ from finetune_trainer.checkpoint.manifest import (
 from finetune_trainer.errors import CheckpointError
 
 VALUES = {"param/a": torch.arange(6.0), "exp_avg/a": torch.arange(6.0) / 10}
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare, "_CHUNK_BYTES", 5)
 
 
 def written(directory: Path, values: Mapping[str, torch.Tensor] = VALUES, cuts: Sequence[int] = (), **changes: Any) -> Path:
@@ -103,36 +106,9 @@ def test_results_are_compared_by_tensors_and_other_files_by_bytes(tmp_path: Path
     assert str(results_difference(ours, theirs, names)) == "lora_B differs from value 1 on"
     assert str(results_difference(ours, theirs, names[:1])) == "adapter_config.json has other bytes"
     assert results_difference(ours, ours, names) is None
+    # Also what no tensor holds.
+    save_file({"lora_A": torch.zeros(2), "lora_B": torch.tensor([0.0, 2.0])}, ours / names[1])
+    save_file({"lora_A": torch.zeros(2), "lora_B": torch.tensor([0.0, 2.0])}, theirs / names[1], {"format": "pt"})
+    assert str(results_difference(ours, theirs, names)) == "adapter_model.safetensors has other bytes"
     (theirs / names[1]).unlink()
     assert str(results_difference(ours, theirs, names)) == f"adapter_model.safetensors is missing in {theirs}"
-
-
-def test_merged_models_are_compared_by_digests_of_every_file_but_what_names_their_inputs(tmp_path: Path) -> None:
-    ours, theirs, weights = tmp_path / "ours", tmp_path / "theirs", "model.safetensors"
-    for place in (ours, theirs):
-        place.mkdir()
-        save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, place / weights)
-        (place / "config.json").write_text("{}")
-        (place / "manifest.json").write_text(place.name)
-    recorded = {
-        name: hashlib.sha256((ours / name).read_bytes()).hexdigest() for name in (weights, "config.json", "manifest.json")
-    }
-    assert merged_difference(ours, theirs, {}) is None
-    assert merged_difference(ours, theirs, recorded) is None
-    assert merged_difference(tmp_path / "gone", theirs, recorded) is None
-    other = {**recorded, "config.json": "f" * 64}
-    assert f"and the run's list of checksums names {'f' * 64}" in str(merged_difference(ours, theirs, other))
-    (theirs / "config.json").write_text("[]")
-    assert str(merged_difference(ours, theirs, recorded)) == "config.json has other bytes"
-    # A file that nothing lists is no part of the model that was published.
-    (ours / "notes.txt").write_text("mine")
-    save_file({"a": torch.zeros(2), "b": torch.ones(2)}, theirs / weights)
-    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors has other bytes: b differs from value 0 on"
-    # Also what no tensor holds.
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, theirs / weights, {"format": "pt"})
-    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors has other bytes"
-    (theirs / weights).unlink()
-    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors is not made again"
-    (theirs / "more.safetensors").write_bytes(b"")
-    assert str(merged_difference(ours, theirs, recorded)) == "model.safetensors is not made again"
-    assert str(merged_difference(tmp_path / "gone", theirs, {"config.json": ""})) == "more.safetensors is made besides"

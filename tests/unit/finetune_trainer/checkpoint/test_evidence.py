@@ -1,7 +1,5 @@
 """What records of a run are taken for, and that nothing written into them does harm."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The interval that loses the least time, next to a plain search for it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that continues with another number of ranks sees the same data in the same order and learns the same."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from finetune_trainer.checkpoint.load import full_parameters
@@ -24,10 +21,6 @@ from tests.support.tiny_model import run_context, tiny_spec
 STEPS = 8
 LARGEST_DIFFERENCE = 1e-6
 """Relative, of loss, gradient norm and final weights: float32 sums of other parts in another order."""
-METHODS: dict[str, dict[str, Any]] = {
-    "lora": {"method": {"type": "LoRA", "lora": {"r": 4}}},
-    "full": {"method": {"type": "Full", "lora": None}, "training": {"learningRate": "1e-3"}},
-}
 
 
 @dataclass(frozen=True)
@@ -56,12 +49,11 @@ class Seen:
         return found
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_two_then_four_then_one_rank_learn_what_two_ranks_learn(tmp_path: Path, method: str) -> None:
-    undisturbed = context_of(tmp_path / "undisturbed", method, 2)
+def test_two_then_four_then_one_rank_learn_what_two_ranks_learn(tmp_path: Path) -> None:
+    undisturbed = context_of(tmp_path / "undisturbed", 2)
     assert run_gang(undisturbed) == [0, 0]
     seen = [Seen(tmp_path / f"seen-{number}") for number in range(3)]
-    contexts = [context_of(tmp_path / "changed", method, ranks) for ranks in (2, 4, 1)]
+    contexts = [context_of(tmp_path / "changed", ranks) for ranks in (2, 4, 1)]
     # Killed in steps 4 and 7, so that the next gang continues after steps 2 and 6.
     assert any(run_gang(contexts[0], [seen[0], Fault("train.step:set_learning_rate", call=4, rank=1)]))
     assert any(run_gang(contexts[1], [seen[1], Fault("train.step:set_learning_rate", call=5, rank=3)]))
@@ -78,15 +70,14 @@ def test_two_then_four_then_one_rank_learn_what_two_ranks_learn(tmp_path: Path, 
     loss, norm = (max(abs(a[kind] / b[kind] - 1) for a, b in zip(found, expected, strict=True)) for kind in (0, 1))
     weights, wanted = (trained_values(context) for context in (contexts[2], undisturbed))
     weight = float((weights - wanted).norm() / wanted.norm())
-    print(f"{method}, 2 -> 4 -> 1 ranks, relative: loss {loss:.1e}, gradient norm {norm:.1e}, final weights (L2) {weight:.1e}")
+    print(f"2 -> 4 -> 1 ranks, relative: loss {loss:.1e}, gradient norm {norm:.1e}, final weights (L2) {weight:.1e}")
     assert max(expected)[0] - min(expected)[0] > 0.05
     assert max(loss, norm, weight) < LARGEST_DIFFERENCE
 
 
-def context_of(claims: Path, method: str, ranks: int) -> RunContext:
-    changes = METHODS[method]
-    training = {"maxSteps": STEPS, **changes.get("training", {})}
-    return run_context(claims, tiny_spec(**{**changes, "training": training, "parallelism": {"processesPerNode": ranks}}))
+def context_of(claims: Path, ranks: int) -> RunContext:
+    method = {"type": "LoRA", "lora": {"r": 4}}
+    return run_context(claims, tiny_spec(method=method, training={"maxSteps": STEPS}, parallelism={"processesPerNode": ranks}))
 
 
 def curve(context: RunContext) -> list[tuple[float, float]]:
@@ -108,7 +99,7 @@ def data_hash(context: RunContext) -> str:
 
 
 def test_a_run_that_learns_something_else_starts_anew(tmp_path: Path) -> None:
-    context = context_of(tmp_path, "lora", 1)
+    context = context_of(tmp_path, 1)
     for changes, is_same in (
         ({"training": {"micro_batch_size": 4, "gradient_accumulation_steps": 1}}, True),
         ({"parallelism": {"nodes": 3}}, True),

@@ -1,8 +1,7 @@
 """A checkpoint that is not byte for byte what was written is never used; the one before it is."""
 
-from __future__ import annotations
-
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -124,6 +123,9 @@ def test_swapped_linked_and_foreign_files_are_refused(tmp_path: Path) -> None:
     newest.symlink_to(tmp_path / "elsewhere")
     assert used_step(tmp_path) == 1
     newest.unlink()
+    newest.write_bytes(original[:-1])
+    with pytest.raises(CheckpointError, match=f"has {len(original) - 1} bytes, but {len(original)} were written"):
+        read_manifest(newest.parent, ORIGIN)
     newest.write_bytes(original)
     # What the manifest does not name is never read, so file systems may leave their own files there.
     (newest.parent / rank_file(1)).write_bytes(original)
@@ -177,7 +179,7 @@ def test_a_checkpoint_of_other_parameters_is_not_loaded(tmp_path: Path) -> None:
     found = newest_valid(tmp_path, ALONE, ORIGIN)
     assert found is not None
     other = nn.Sequential(nn.Linear(5, 7))
-    with pytest.raises(CheckpointError, match="other parameters"):
+    with pytest.raises(CheckpointError, match="holds parameters other than"):
         load(*found, pieces(other), torch.optim.AdamW(other.parameters()))
     wider = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
     with pytest.raises(CheckpointError, match="shape"):
@@ -190,3 +192,17 @@ def test_manifest_reads_back() -> None:
     for wrong in (b"", b"[]", b"{}", b"null", manifest.encode() + b" ", manifest.encode().replace(b'"step":3,', b'"step":4,')):
         with pytest.raises(CheckpointError):
             decode_manifest(wrong)
+
+
+def test_first_values_belong_to_the_origin_and_are_named_only_where_there_are_some(tmp_path: Path) -> None:
+    """Releases that knew none read what they would have written themselves."""
+    write(tmp_path, 1)
+    path = tmp_path / checkpoint_name(1) / MANIFEST
+    assert json.loads(path.read_bytes())["origin"] == {"data_hash": "d" * 64, "learning_sha256": "p" * 64}
+    origin = ORIGIN.model_copy(update={"first_values": "f"})
+    with pytest.raises(CheckpointError, match="was trained from first values None, computed are f"):
+        read_manifest(path.parent, origin)
+    path.write_bytes(read_manifest(path.parent, ORIGIN).model_copy(update={"origin": origin}).encode())
+    assert read_manifest(path.parent, origin).origin.first_values == "f"
+    with pytest.raises(CheckpointError, match="was trained from first values f, computed are None"):
+        read_manifest(path.parent, ORIGIN)

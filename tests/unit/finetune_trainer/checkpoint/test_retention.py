@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from finetune_job.layout import checkpoint_name, checkpoint_step
 from finetune_trainer.checkpoint.manifest import MANIFEST
 from finetune_trainer.checkpoint.retention import checkpoint_directories, outdated, remove_leftovers
 from finetune_trainer.files import TEMPORARY_MARK
+from tests.support.power_cut import PowerCuts, is_temporary
 from tests.unit.finetune_trainer.checkpoint.saved_models import manifest_of, write
 
 
@@ -31,6 +33,16 @@ def test_the_best_checkpoint_stays_while_a_kept_one_names_it(tmp_path: Path) -> 
     assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [5, 4, 2]
     write(tmp_path, 6, best_step=5)
     assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [6, 5]
+
+
+def test_an_old_checkpoint_loses_its_name_before_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        write(tmp_path, step)
+    cuts = PowerCuts(tmp_path, monkeypatch)
+    write(tmp_path, 3)
+    assert [checkpoint_step(path.name) for path in checkpoint_directories(tmp_path)] == [3, 2]
+    assert cuts.removed
+    assert [path for path in cuts.removed if not is_temporary(path, tmp_path)] == []
 
 
 def test_links_and_files_with_the_names_of_checkpoints_are_removed_and_not_followed(tmp_path: Path) -> None:

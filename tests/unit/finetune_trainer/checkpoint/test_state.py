@@ -1,7 +1,5 @@
 """Optimizer state: created, saved and resumed whole, or refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

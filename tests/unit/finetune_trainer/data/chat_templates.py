@@ -1,7 +1,5 @@
 """Chat templates in the manner of well-known models, each with what makes it hard to tell question and answer apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

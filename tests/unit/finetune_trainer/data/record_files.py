@@ -1,7 +1,5 @@
 """The same records as files of each kind."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

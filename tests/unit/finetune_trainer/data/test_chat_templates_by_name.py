@@ -7,6 +7,7 @@ from finetune_job.chat_templates import TEMPLATES, fitting_template
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.template_probe import chat_template
 from finetune_trainer.data.tokenizer import check_chat_template
+from tests.support.cases import table
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
 
 CHAT = [
@@ -16,38 +17,7 @@ CHAT = [
     {"role": "user", "content": "q2"},
     {"role": "assistant", "content": "a2"},
 ]
-FORMS = {
-    # special tokens, begin, end, the whole chat, what is learnt of it
-    "ChatML": (
-        ["<|im_start|>", "<|im_end|>"], None, "<|im_end|>",
-        ("<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nq1<|im_end|>\n<|im_start|>assistant\na1<|im_end|>\n"
-        "<|im_start|>user\nq2<|im_end|>\n<|im_start|>assistant\na2<|im_end|>\n"),
-        ["a1<|im_end|>", "a2<|im_end|>"],
-    ),
-    "Llama3": (
-        ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|begin_of_text|>", "<|eot_id|>",
-        ("<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nq1<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\na1<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nq2<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\na2<|eot_id|>"),
-        ["a1<|eot_id|>", "a2<|eot_id|>"],
-    ),
-    "Gemma": (
-        ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<bos>", "<eos>",
-        ("<bos><start_of_turn>user\nbe kind\n\nq1<end_of_turn>\n<start_of_turn>model\na1<end_of_turn>\n"
-        "<start_of_turn>user\nq2<end_of_turn>\n<start_of_turn>model\na2<end_of_turn>\n"),
-        ["a1<end_of_turn>", "a2<end_of_turn>"],
-    ),
-    "Mistral": (
-        ["<s>", "</s>", "[INST]", "[/INST]"], "<s>", "</s>",
-        "<s>[INST] be kind\n\nq1 [/INST] a1</s>[INST] q2 [/INST] a2</s>",
-        [" a1</s>", " a2</s>"],
-    ),
-    "Plain": (
-        ["<s>", "</s>"], "<s>", "</s>",
-        "<s>### System:\nbe kind\n\n### User:\nq1\n\n### Assistant:\na1</s>\n### User:\nq2\n\n### Assistant:\na2</s>\n",
-        ["a1</s>", "a2</s>"],
-    ),
-}  # fmt: skip
+FORMS = table(__file__, "FORMS")  # fmt: skip
 
 
 def plan_of(name):
@@ -83,7 +53,7 @@ def test_a_template_writes_its_form_and_what_is_learnt_is_what_the_assistant_say
         ("ChatML", [], "Plain"),
     ],
 )
-def test_a_template_of_another_family_is_told_by_its_name_with_one_that_fits(named, tokens, fitting, tmp_path):
+def test_a_template_of_another_family_is_named_with_one_that_fits(named, tokens, fitting, tmp_path):
     tokenizer = byte_tokenizer(["<s>", "</s>", *tokens], eos_token="</s>", bos_token="<s>")
     (finding,) = check_chat_template(plan_of(named), tokenizer, tmp_path)
     assert (finding.rule, finding.field, finding.value) == ("chat-template-unusable", "spec.data.chatTemplate", named)

@@ -1,7 +1,5 @@
 """Files that are not read as they are: what is said of each, and that others are left alone."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import lzma
@@ -59,12 +57,14 @@ def test_a_kind_of_another_program_is_named_with_those_that_are_read(tmp_path: P
         ("a.gz", b"cut", "decompress it: gunzip a.gz"),
     ],
 )
-def test_a_compressed_file_is_told_with_what_decompresses_it(tmp_path: Path, name: str, content: bytes, fix: str) -> None:
+def test_a_compressed_file_is_reported_with_the_program_that_decompresses_it(
+    tmp_path: Path, name: str, content: bytes, fix: str
+) -> None:
     found = problem_of(tmp_path / name, content)
     assert (found.reason, found.fix) == ("the file is compressed", fix)
 
 
-def test_it_is_told_once_of_a_file_that_is_read_in_parts(tmp_path: Path) -> None:
+def test_a_file_that_is_read_in_parts_is_reported_once(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl.gz"
     assert problem_of(path, gzip.compress(LINE, mtime=0), (0, 5)).fix == "decompress it: gunzip a.jsonl.gz"
     assert list(read_file(path, DataFormat.TEXT, (5, 10))) == []
@@ -79,14 +79,14 @@ def test_other_names_are_json_lines(tmp_path: Path, name: str) -> None:
     assert record.completion == "t"
 
 
-def test_a_directory_without_records_is_told_with_what_it_holds(tmp_path: Path) -> None:
+def test_a_directory_without_records_is_reported_with_its_contents(tmp_path: Path) -> None:
     for name in ("a.jsonl.gz", "b.tsv", ".hidden"):
         (tmp_path / name).write_text("")
-    with pytest.raises(NoRecordFilesError, match=re.escape(f"the directory holds no {KINDS} file; it holds a.jsonl.gz, b.tsv")):
+    with pytest.raises(NoRecordFilesError, match=re.escape(f"no record file ({KINDS}); it holds a.jsonl.gz, b.tsv")):
         record_files(tmp_path)
 
 
-def test_words_that_begin_as_a_compressed_file_are_words(tmp_path: Path) -> None:
+def test_text_that_begins_like_a_compressed_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("BZhang wrote this.")
     assert [record.completion for record in read_file(path, DataFormat.TEXT)] == ["BZhang wrote this."]

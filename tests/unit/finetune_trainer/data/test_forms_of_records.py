@@ -89,7 +89,7 @@ def found_in(root: Path, spec: dict):
 
 def learnt(root: Path, spec: dict) -> list[str]:
     """The documents in order, what is supervised in brackets."""
-    from finetune_trainer.data.file_parts import FilePart, PartSettings, PartTask, _batches
+    from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask, _batches
     from finetune_trainer.data.sources import list_sources
     from finetune_trainer.data.tokenize import tokenize
 
@@ -98,7 +98,7 @@ def learnt(root: Path, spec: dict) -> list[str]:
         for path in source.files:
             part = FilePart(0, path, None, 0)
             settings = PartSettings(plan.format, plan.loss_on, 99, plan.chat_template, (), plan.mapping)
-            for batch in _batches(PartTask(part, settings, None), None):
+            for batch in _batches(PartTask(part, settings, None), PartResult()):
                 made += tokenize(TOKENIZER, batch, plan.loss_on, plan.chat_template)
     texts = []
     for document in made:
@@ -149,9 +149,9 @@ FORMS = {
     "Alpaca with a context": ("a.jsonl", [{"instruction": "q", "context": "c", "output": "a"}], {}, "data-record-invalid", [f"q\nc\n[a{END}]"]),
     "a question with a system prompt": ("a.jsonl", [{"system_prompt": "be", "question": "q", "response": "a"}], {}, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
     "turns with a system prompt beside": ("a.jsonl", [{"system_prompt": "be", "chat": TURNS}], CHATS, "data-record-invalid", [f"{ASK}system\nbe{END}\n{CHAT}"]),
-    "rated answers": ("a.jsonl", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
-    "rated answers in CSV": ("a.csv", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
-    "rated answers in Parquet": ("a.parquet", RATED, {}, "data-preference-pairs", [f"q\n[a{END}]", f"q\n[b{END}]"]),
+    "rated answers": ("a.jsonl", RATED, {}, "data-preference-pairs", [f"q[a{END}]", f"q[b{END}]"]),
+    "rated answers in CSV": ("a.csv", RATED, {}, "data-preference-pairs", [f"q[a{END}]", f"q[b{END}]"]),
+    "rated answers in Parquet": ("a.parquet", RATED, {}, "data-preference-pairs", [f"q[a{END}]", f"q[b{END}]"]),
     "rated turns": ("a.jsonl", [{"prompt": TURNS[:1], "completion": TURNS[1:], "label": False}], CHATS, "data-preference-pairs", [CHAT]),
     "preferences": ("a.jsonl", PREFERENCES, {}, "data-preference-pairs", [f"q\n[good{END}]"]),
 }  # fmt: skip
@@ -183,7 +183,7 @@ def test_every_form_is_prepared_or_refused_with_a_fix_that_works(tmp_path, form)
     assert learnt(root, spec) == expected
 
 
-def test_what_a_preset_and_a_mapping_say_is_in_the_plan_and_old_plans_are_read(tmp_path):
+def test_presets_and_mappings_are_resolved_in_the_plan_and_old_plans_are_read(tmp_path):
     spec = spec_of("a", {"mapping": {"preset": "Alpaca", "completion": "reply"}})
     plan = resolve(JobIdentity(namespace="", name="j", uid=""), FineTuneJobSpec.model_validate(spec), None)
     chosen = {choice.field: choice.value for choice in plan.choices}
@@ -200,7 +200,7 @@ def test_what_a_preset_and_a_mapping_say_is_in_the_plan_and_old_plans_are_read(t
     assert (read.mapping.prompt, read.mapping.separator, read.train[0].splits) == ("prompt", "", ())
 
 
-def test_what_maps_records_decides_the_data_and_its_absence_nothing(tmp_path):
+def test_a_mapping_is_among_the_inputs_of_the_data(tmp_path):
     root = claim(tmp_path, "a.jsonl", [{"prompt": "p", "completion": "c", "more": "m"}])
     inputs = []
     for mapping in ({}, {"input": "more"}, {"input": "more", "separator": " "}):
@@ -226,7 +226,7 @@ def test_a_mapping_of_chats(tmp_path, mapping, record, expected):
     assert learnt(root, spec_of("a.jsonl", {**CHATS, "mapping": mapping})) == [expected]
 
 
-def test_a_role_that_nobody_knows_is_refused_by_a_mapping_of_roles(tmp_path):
+def test_an_unknown_role_is_refused_if_roles_are_mapped(tmp_path):
     turns = [*SHARE_GPT[0]["conversations"], {"from": "narrator", "value": "n"}]
     root = claim(tmp_path, "a.jsonl", [{"conversations": turns}])
     (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "mapping": {"preset": "ShareGPT"}}))
@@ -241,43 +241,24 @@ CALLING = [
     {"from": "observation", "value": "1"},
     {"from": "gpt", "value": "a"},
 ]
-NOT_LEARNT = (
-    "remove the records with such turns (function_call): calls of tools are learnt from tool_calls of a turn, not from turns of "
-    "their own; to learn these as plain words of the assistant, set "
-)
 CALLED = f'{ASK}user\nq{END}\n{ASK}assistant\n[{{"name": "f"}}{END}]\n{ASK}tool\n1{END}\n{ASK}assistant\n[a{END}]\n'
-ROLES = "spec.data.mapping.roles"
-AS_WORDS = f"{ROLES}.function_call: assistant"
+NAMES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 
 
-@pytest.mark.parametrize(
-    ("record", "data", "words"),
-    [
-        ({"conversations": CALLING}, {}, f"spec.data.format: Chat and spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
-        ({"conversations": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and {AS_WORDS}"),
-        ({"conversations": CALLING}, {**CHATS, "mapping": {"preset": "ShareGPT"}}, AS_WORDS),
-        ({"messages": CALLING}, CHATS, f"spec.data.mapping.preset: ShareGPT and spec.data.mapping.messages: messages and {AS_WORDS}"),
-        ({"messages": [{"role": turn["from"], "content": turn["value"]} for turn in CALLING]}, CHATS, f"{ROLES}.human: user and {ROLES}.observation: tool and {ROLES}.gpt: assistant and {AS_WORDS}"),
-    ],
-)  # fmt: skip
-def test_calls_of_tools_as_turns_are_refused_at_the_first_answer(tmp_path, record, data, words):
-    root, spec = claim(tmp_path, "a.jsonl", [record]), spec_of("a.jsonl", data)
+@pytest.mark.parametrize("mapping", [{"preset": "ShareGPT"}, {}])
+def test_calls_of_tools_as_turns_are_refused(tmp_path, mapping):
+    """Also without mapping.roles, so that no other name of a role is refused."""
+    turns = (
+        CALLING if mapping else [{"role": NAMES.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in CALLING]
+    )
+    root = claim(tmp_path, "a.jsonl", [{"conversations" if mapping else "messages": turns}])
+    spec = spec_of("a.jsonl", {**CHATS, "mapping": mapping})
     (finding,) = found_in(root, spec)
-    assert (finding.fix, finding.changes) == (NOT_LEARNT + words, ())
-    changes = {**by_words(finding.fix), "spec.data.chatTemplate": "ChatML"}
-    spec = applied(spec, [FieldChange(field=path, value=value) for path, value in changes.items()])
-    assert found_in(root, spec) == []
-    assert learnt(root, spec) == [CALLED]
-
-
-def test_a_call_as_a_turn_is_refused_also_if_an_assistant_speaks_in_the_chat(tmp_path):
-    """Without mapping.roles, so that no other name of a role is refused."""
-    names = {"human": "user", "gpt": "assistant", "observation": "tool"}
-    turns = [{"role": names.get(turn["from"], turn["from"]), "content": turn["value"]} for turn in CALLING]
-    root, spec = claim(tmp_path, "a.jsonl", [{"messages": turns}]), spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"})
-    (finding,) = found_in(root, spec)
-    assert "key 'messages[1].role' is a call of a tool as a turn of its own" in finding.message
-    assert (finding.fix, finding.changes) == (NOT_LEARNT + AS_WORDS, ())
+    assert finding.changes == ()
+    assert finding.fix == (
+        "remove the records with such turns: calls of tools are learnt from tool_calls of a turn, not from turns of their own; to "
+        "learn these as plain words of the assistant, set spec.data.mapping.roles.function_call: assistant"
+    )
     changed = applied(spec, [FieldChange(field=path, value=value) for path, value in by_words(finding.fix).items()])
     assert learnt(root, changed) == [CALLED]
 
@@ -322,7 +303,7 @@ def test_a_call_in_the_older_form_that_calls_nothing_is_refused(tmp_path, call):
     turns = [TURNS[0], {"role": "assistant", "content": "a", "function_call": call}]
     root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
     (finding,) = found_in(root, spec_of("a.jsonl", {**CHATS, "chatTemplate": "ChatML"}))
-    assert "key 'messages[1].function_call' is no call of a function" in finding.message
+    assert "key 'messages[1].function_call' is not a call of a function" in finding.message
     assert "tool_calls" in finding.fix
 
 
@@ -334,11 +315,11 @@ def test_a_text_of_tools_that_is_nested_too_deeply_spoils_no_more_than_its_recor
     other = tmp_path / "other"
     other.mkdir()
     (finding,) = found_in(claim(other, "a.jsonl", [{"messages": TURNS, "tools": deep}]), spec)
-    assert "key 'tools' is a text but not JSON" in finding.message
+    assert "key 'tools' is a string but not JSON" in finding.message
 
 
 @pytest.mark.parametrize("nothing", ["", {}, [], {"name": None, "arguments": None}], ids=str)
-def test_what_programs_write_for_no_call_is_none(tmp_path, nothing):
+def test_the_forms_in_which_programs_write_no_call_are_no_call(tmp_path, nothing):
     """Tables whose turns have one form for all hold an object of nulls, or an empty text."""
     turns = [TURNS[0], {**TURNS[1], "function_call": nothing}]
     root = claim(tmp_path, "a.jsonl", [{"messages": turns}])
@@ -357,11 +338,10 @@ def test_rated_answers_are_refused_as_preferences_are(tmp_path):
     (finding,) = found_in(root, spec_of("a.jsonl", {}))
     assert (finding.rule, finding.value, finding.changes) == ("data-preference-pairs", "true", ())
     assert "key 'label' says whether the answer is desired" in finding.message
-    assert finding.message.endswith("it would learn undesired answers, too (and the same on 1 more line)")
+    assert finding.message.endswith("it would also learn undesired answers (and the same on 1 more line)")
     assert finding.fix == (
         "train on them with a tool for preferences, such as TRL's KTOTrainer; to imitate the desired answers, keep these records "
-        "alone and remove the key; to imitate undesired ones, too, remove the key from all records, or, for a line break between "
-        "prompt and completion, set spec.data.mapping.completion: completion"
+        "alone and remove the key; to learn the records whatever it says, set spec.data.mapping.ignored: [label]"
     )
 
 
@@ -470,11 +450,11 @@ def test_a_held_out_source_of_the_same_files_is_refused(tmp_path, held_out):
         ("constraint.csv", ""),
     ],
 )
-def test_names_tell_splits(path, split):
+def test_the_split_of_a_file_follows_from_its_name(path, split):
     assert split_of(Path(path)) == split
 
 
-def test_what_the_datasets_library_writes_beside_records_is_no_record(tmp_path):
+def test_metadata_of_the_datasets_library_is_not_read_as_records(tmp_path):
     save([{"text": "t"}])(tmp_path / "a")
     assert [str(path.relative_to(tmp_path)) for path in record_files(tmp_path)] == [
         "a/test/data-00000-of-00001.arrow",

@@ -1,4 +1,4 @@
-"""Tasks and answers arrive as they were sent; an answer that no worker makes is refused."""
+"""Tasks and answers arrive as they were sent, and an answer that no worker makes is refused."""
 
 import errno
 import json
@@ -14,14 +14,14 @@ from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask
 from finetune_trainer.data.messages import (
     MAX_ANSWER_BYTES,
-    WorkerFailure,
+    WorkerError,
     failure_line,
     read_answer,
     read_task,
     result_line,
     task_line,
 )
-from finetune_trainer.data.records import RecordProblem
+from finetune_trainer.data.records import RecordProblem, count_left_out, count_unread
 from finetune_trainer.files import SpecialFileError
 
 FILE = Path(os.fsdecode(b"/claims/data/tr\xe4in.jsonl"))
@@ -29,6 +29,9 @@ FILE = Path(os.fsdecode(b"/claims/data/tr\xe4in.jsonl"))
 SETTINGS = PartSettings(
     DataFormat.CHAT, LossOn.ASSISTANT, 4096, "{{ '\u00e9' }}\n", (2, 7), MappingPlan(prompt="\u00e9", roles={"gpt": "assistant"})
 )
+
+
+PROBLEM = {"line": 1, "key": "", "value": "", "reason": "", "fix": "", "unit": "line"}
 
 
 def found() -> PartResult:
@@ -47,7 +50,8 @@ def found() -> PartResult:
     result.found_problem(RecordProblem(3, "messages[1].role", "\u00e9", "is missing", "write one", "row", FILE))
     result.found_problem(RecordProblem(4, "messages[2].role", "", "is missing", "write one", "row", FILE))
     result.found_problem(RecordProblem(5, "", "x", "is not JSON", "write JSON", file=FILE))
-    result.found_left_out((RecordProblem(6, "tools", "", "is left out", "use another template", file=FILE),))
+    count_left_out(result.left_out, (RecordProblem(6, "tools", "", "is left out", "use another template", file=FILE),))
+    count_unread(result.unread, ["history", "x" * 200])
     return result
 
 
@@ -68,7 +72,6 @@ def test_a_result_arrives_as_it_was() -> None:
     assert line.count(b"\n") == 1
     read = read_answer(line, FILE)
     assert read == found()
-    assert isinstance(read, PartResult)
     assert list(read.problems) == list(found().problems)
     assert {problem.file for problem, _ in read.problems.values()} == {FILE}
 
@@ -79,16 +82,13 @@ def test_the_changes_of_a_fix_arrive_unless_they_are_long() -> None:
     result.found_problem(RecordProblem(1, "a", "", "r", "f", file=FILE, changes=changes, are_preferences=True))
     result.found_problem(RecordProblem(2, "b", "", "r", "f", file=FILE, changes={"spec.data.mapping.prompt": "q" * 257}))
     read = read_answer(result_line(result), FILE)
-    assert isinstance(read, PartResult)
-    assert [(each.changes, each.are_preferences) for each, _ in read.problems.values()] == [(changes, True), ({}, False)]
+    assert [(problem.changes, problem.are_preferences) for problem, _ in read.problems.values()] == [(changes, True), ({}, False)]
 
 
 def test_a_template_without_end_arrives() -> None:
     result = PartResult()
     result.found_endless(RecordProblem(4, "template", "", "takes too long", "another", file=FILE))
-    read = read_answer(result_line(result), FILE)
-    assert isinstance(read, PartResult)
-    assert read.template_is_endless
+    assert read_answer(result_line(result), FILE).template_is_endless
 
 
 @pytest.mark.parametrize(
@@ -101,35 +101,31 @@ def test_a_template_without_end_arrives() -> None:
     ],
 )
 def test_an_error_of_the_file_system_keeps_its_kind(error: OSError) -> None:
-    result = PartResult(unreadable=error)
-    for read in (read_answer(result_line(result), FILE), read_answer(failure_line(error), FILE)):
-        arrived = read.unreadable if isinstance(read, PartResult) else read.error
+    with pytest.raises(OSError) as raised:
+        read_answer(failure_line(error), FILE)
+    for arrived in (read_answer(result_line(PartResult(unreadable=error)), FILE).unreadable, raised.value):
+        assert arrived is not None
         assert type(arrived) is type(error)
         assert str(arrived) == str(error)
         assert (arrived.errno, arrived.strerror, arrived.filename) == (error.errno, error.strerror, error.filename)
 
 
 def test_a_lack_of_memory_and_any_other_error_arrive() -> None:
-    lack = read_answer(failure_line(MemoryError("too much")), FILE)
-    assert isinstance(lack, WorkerFailure)
-    assert isinstance(lack.error, MemoryError)
-    other = read_answer(failure_line(ValueError("no such luck" * 100_000)), FILE)
-    assert isinstance(other, WorkerFailure)
-    assert other.error is None
-    assert "no such luck" in other.trace
-    assert len(other.trace) <= 20_000
+    with pytest.raises(MemoryError, match="too much"):
+        read_answer(failure_line(MemoryError("too much")), FILE)
+    with pytest.raises(WorkerError, match="no such luck") as raised:
+        read_answer(failure_line(ValueError("no such luck" * 100_000)), FILE)
+    assert len(str(raised.value)) < 20_100
 
 
-def test_what_a_file_of_the_users_makes_long_stays_below_the_bound() -> None:
+def test_answers_stay_below_the_bound_however_long_the_users_texts_are() -> None:
     result = PartResult()
     for number in range(500):
         text = f"{number}" + "\ud800" * 1_000_000
         result.found_problem(RecordProblem(number, text, text[:80], "is wrong", text, file=FILE))
     line = result_line(result)
     assert len(line) < MAX_ANSWER_BYTES
-    read = read_answer(line, FILE)
-    assert isinstance(read, PartResult)
-    assert len(read.problems) == 100
+    assert len(read_answer(line, FILE).problems) == 100
 
 
 @pytest.mark.parametrize(
@@ -141,21 +137,29 @@ def test_what_a_file_of_the_users_makes_long_stays_below_the_bound() -> None:
         {"largest_token_id": 1 << 31},
         {"lengths": {"8": -1}},
         {"lengths": {str(number): 1 for number in range(100)}},
-        {"problems": [{"line": 1}]},
+        {"problems": {"0": [{"line": 1}, 1]}},
+        {"problems": {"0": [PROBLEM | {"unit": "page"}, 1]}},
+        {"problems": {"0": [PROBLEM, -1]}},
         {"problems": {"a": 1}},
-        {"unreadable": {"kind": "other", "number": 1, "text": "", "file": None}},
+        {"unreadable": "[Errno 2]"},
         {"template_is_endless": "perhaps"},
         {"more": 1},
     ],
 )
-def test_an_answer_that_no_worker_makes_is_refused(change: dict[str, Any]) -> None:
-    told = json.loads(result_line(PartResult()))
-    assert read_answer(json.dumps(told).encode(), FILE) == PartResult()
-    with pytest.raises(ValueError):
-        read_answer(json.dumps(told | change).encode(), FILE)
+def test_a_result_that_no_worker_makes_is_refused(change: dict[str, Any]) -> None:
+    answer = json.loads(result_line(PartResult()))
+    assert read_answer(json.dumps(answer).encode(), FILE) == PartResult()
+    with pytest.raises(WorkerError, match="something else than a result"):
+        read_answer(json.dumps(answer | {"result": answer["result"] | change}).encode(), FILE)
 
 
-@pytest.mark.parametrize("line", [b"", b"\x80\x04.", b"[" * 100_000, b"{}", b"null", b"[]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"", b"\x80\x04.", b"[" * 100_000, b"{}", b"null", b"[]"),
+        b'{"result": null, "error": {"kind": "other", "number": 1, "text": "", "file": null}}',
+    ],
+)
 def test_a_line_that_is_not_an_answer_is_refused(line: bytes) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(WorkerError, match="something else than a result"):
         read_answer(line, FILE)

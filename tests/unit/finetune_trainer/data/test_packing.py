@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_trainer.data.packing import one_document_each, pack
+from finetune_trainer.data.packing import PlanWindow, WeightedDocuments, occurrences, one_document_each, pack
 
 
 @st.composite
@@ -54,14 +54,29 @@ def test_order_is_kept_and_repeatable(case):
     assert packed == sorted(sorted(sequence) for sequence in packed) == sequences(pack(np.array(lengths, dtype=np.int32), limit))
 
 
-def test_a_document_goes_where_it_fits_tightest():
-    # 7 and 6 open sequences with room for 3 and 4; 4 fills the one and 3 the other.
-    assert sequences(pack([7, 6, 3, 4], 10)) == [[0, 2], [1, 3]]
+@pytest.mark.parametrize(
+    ("lengths", "limit", "expected"),
+    [
+        # The longest first: 7, 6, 4, 3, 2, 1; 3 joins 7, 4 joins 6, and 2 and 1 share a third.
+        ([6, 4, 7, 3, 2, 1], 10, [[0, 1], [2, 3], [4, 5]]),
+        # 2 goes to the fuller one: 8 + 2 and not 5 + 2.
+        ([5, 8, 2], 10, [[0], [1, 2]]),
+        # Of rooms 5 and 3 the tightest that holds 3 is 3.
+        ([5, 7, 3], 10, [[0], [1, 2]]),
+        ([10, 10], 10, [[0], [1]]),
+        # Ties keep the given order.
+        ([5, 5, 5, 5], 10, [[0, 1], [2, 3]]),
+        ([1, 1, 1, 1, 1], 2, [[0, 1], [2, 3], [4]]),
+        ([4, 4, 4, 2, 2], 10, [[0, 1, 3], [2, 4]]),
+    ],
+)
+def test_best_fit_decreasing(lengths, limit, expected):
+    assert sequences(pack(lengths, limit)) == expected
 
 
 @pytest.mark.parametrize("length", [0, 11])
-def test_lengths_outside_the_limit_are_refused(length):
-    with pytest.raises(ValueError, match="document 1 has"):
+def test_a_length_that_no_sequence_holds_is_refused(length):
+    with pytest.raises(ValueError, match=f"document 1 has {length} tokens; it must have 1..10"):
         pack([5, length], 10)
 
 
@@ -75,3 +90,19 @@ def test_common_lengths_fill_sequences_to_99_percent(mean):
 
 def test_without_packing_each_document_is_a_sequence():
     assert sequences(one_document_each(3)) == [[0], [1], [2]]
+
+
+def test_weights_to_a_millionth():
+    indices = np.arange(8)
+    assert occurrences(1.0, indices).tolist() == [1] * 8
+    assert occurrences(2.0, indices).tolist() == [2] * 8
+    assert occurrences(0.5, indices).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert occurrences(1.25, indices).tolist() == [1, 1, 1, 2, 1, 1, 1, 2]
+    assert occurrences(0.123457, np.array([999_999])).tolist() == [1]
+    assert occurrences(0.123457, np.arange(1_000_000)).sum() == 123_457
+    assert [WeightedDocuments(7, weight).occurrences for weight in (0.5, 1.0, 1.5)] == [3, 7, 10]
+
+
+def test_supervised_tokens_are_counted_by_sequence():
+    window = PlanWindow.of(np.array([4, 2, 7]), np.array([2, 3]), np.array([5, 6, 7]), np.array([3, 4, 6]))
+    assert (window.supervised_tokens.tolist(), window.num_tokens) == ([7, 6], 18)

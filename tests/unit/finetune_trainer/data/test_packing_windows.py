@@ -32,24 +32,14 @@ def test_a_weight_is_exact_and_evenly_spread(weight, first, count):
     assert max(expected) - min(expected) <= 1
 
 
-def test_weights_in_words():
-    assert occurrences(2.0, np.arange(3)).tolist() == [2, 2, 2]
-    assert occurrences(0.5, np.arange(6)).tolist() == [0, 1, 0, 1, 0, 1]
-    assert occurrences(1.5, np.arange(4)).tolist() == [1, 2, 1, 2]
-    assert occurrences(0.1, np.arange(100)).sum() == WeightedDocuments(100, 0.1).occurrences == 10
-
-
-class Counts:
-    def __init__(self, lengths):
-        self.lengths = np.asarray(lengths)
-
-    def counts(self, documents):
-        assert (np.diff(documents) > 0).all()
-        return self.lengths[documents], self.lengths[documents] - 1
-
-
 def planned(sets, lengths, window=7, packing=True):
-    return list(plan_windows(sets, Counts(lengths), LIMIT, packing, window_occurrences=window))
+    lengths = np.asarray(lengths)
+
+    def counts(documents):
+        assert (np.diff(documents) > 0).all()
+        return lengths[documents], lengths[documents] - 1
+
+    return list(plan_windows(sets, counts, LIMIT, packing, window_occurrences=window))
 
 
 @given(st.data(), st.booleans(), st.integers(1, 30))

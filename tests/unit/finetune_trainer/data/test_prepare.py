@@ -164,7 +164,7 @@ def test_mistakes_of_one_kind_are_one_finding_and_all_files_are_read(claims):
     assert "pvc://data/held.jsonl line 1: key 'prompt' is a number" in findings[2].message
 
 
-def test_a_key_that_most_records_have_is_not_mapped_to_what_one_calls_it(claims):
+def test_a_key_that_most_records_have_is_not_mapped_to_the_name_in_one_record(claims):
     write_records(claims, [RECORDS[0], {"prompt": "a", "completio": "b"}])
     (finding,) = prepared(claims, plan()).findings
     assert (finding.fix, finding.changes) == ("write 'completion' as the other records of this source have it", ())
@@ -179,7 +179,7 @@ def test_without_a_tokenizer_the_records_are_checked_all_the_same(claims):
     assert [finding.rule for finding in preparation.findings] == ["data-record-invalid"]
 
 
-def test_what_is_not_published_leaves_nothing(claims):
+def test_data_that_is_not_published_leaves_nothing(claims):
     before = sorted(claims.rglob("*"))
     with prepared(claims, plan()):
         assert sorted(claims.rglob("*")) != before
@@ -211,7 +211,7 @@ def damage(claims):
 
 
 @pytest.mark.parametrize("change", [change_source, change_tokenizer, damage])
-def test_changed_inputs_or_damaged_data_are_prepared_anew(claims, change):
+def test_changed_inputs_or_damaged_data_are_prepared_again(claims, change):
     prepared(claims, plan()).publish()
     change(claims)
     again = prepared(claims, plan())
@@ -220,7 +220,7 @@ def test_changed_inputs_or_damaged_data_are_prepared_anew(claims, change):
 
 
 @pytest.mark.parametrize("changed", [{"packing": False}, {"loss_on": LossOn.ALL}, {"max_sequence_length": 9}])
-def test_changed_settings_are_prepared_anew(claims, changed):
+def test_data_is_prepared_again_for_changed_settings(claims, changed):
     first = prepared(claims, plan()).publish()
     again = prepared(claims, plan(**changed))
     assert not again.written_data_hash
@@ -242,7 +242,7 @@ def weighted(claims, *weights):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_records_occur_as_often_as_their_weight_says_and_lie_on_disk_once(claims, packing):
+def test_records_occur_as_often_as_their_weight_says_and_are_stored_once(claims, packing):
     data_plan = plan(train=weighted(claims, 2.0, 0.5), packing=packing, loss_on=LossOn.ALL)
     with prepared(claims, data_plan) as preparation:
         preparation.publish()
@@ -268,10 +268,7 @@ def test_counts_of_each_data_set_are_kept(claims):
         first.publish()
     assert [
         (facts.source, facts.num_records, facts.num_dropped, facts.num_tokens, facts.num_occurrences) for facts in first.datasets
-    ] == [
-        ("pvc://data/set-0.jsonl", 4, 1, 12, 6),
-        ("pvc://data/set-1.jsonl", 4, 1, 12, 1),
-    ]
+    ] == [("pvc://data/set-0.jsonl", 4, 1, 12, 6), ("pvc://data/set-1.jsonl", 4, 1, 12, 1)]
     with prepared(claims, plan(train=weighted(claims, 2.0, 0.5), max_sequence_length=5, loss_on=LossOn.ALL)) as again:
         assert again.datasets == first.datasets
 

@@ -7,12 +7,12 @@ from finetune_trainer.data import progress
 from finetune_trainer.data.progress import PreparingProgress, line
 
 
-def test_a_line_says_how_much_how_fast_and_how_long():
+def test_a_progress_line_has_amount_speed_and_remaining_time():
     assert line(120_000_000, 1_000_000_000, 6.0) == "prepared 120.0 of 1000.0 MB, 20.0 MB/s, 44 s left"
     assert line(1_000_000, 1_000_000, 2.0) == "prepared 1.0 of 1.0 MB, 0.5 MB/s"
 
 
-def test_without_a_terminal_the_log_is_told_now_and_then_and_in_the_end(monkeypatch, caplog):
+def test_without_a_terminal_progress_is_logged_now_and_then_and_at_the_end(monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
     with PreparingProgress(3_000_000) as shown:

@@ -1,14 +1,17 @@
 """Every wrong line is named with its number, key, reason and fix; right lines are read as they are."""
 
 import json
+import shlex
+import subprocess
 import tracemalloc
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from finetune_job.api.inputs import DataFormat
-from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file, record_files
+from finetune_trainer.data.read import Record, RecordProblem, read_file, record_files
 from tests.unit.finetune_trainer.data.record_files import CHATS, PAIRS, contents, write
 
 CHAT, PAIR, TEXT = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.TEXT
@@ -51,10 +54,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_record(tmp_path):
         ('{"promt": "p", "completion": "c"}', "prompt", "is missing", "set spec.data.mapping.prompt: promt"),
         ('{"text": "t"}', "prompt", "is missing", "set spec.data.format: Text"),
         ('{"messages": []}', "prompt", "is missing", "set spec.data.format: Chat"),
-        ('{"prompt": 3, "completion": "c"}', "prompt", "is a number, not a text", "write"),
-        ('{"prompt": "p", "completion": null}', "completion", "is a null, not a text", "write"),
-        ('{"prompt": "p", "completion": ["c"]}', "completion", "is a list, not a text", "write"),
-        ('{"prompt": "p", "completion": true}', "completion", "is a boolean, not a text", "write"),
+        ('{"prompt": 3, "completion": "c"}', "prompt", "is a number, not a string", "write"),
+        ('{"prompt": "p", "completion": null}', "completion", "is a null, not a string", "write"),
+        ('{"prompt": "p", "completion": ["c"]}', "completion", "is a list, not a string", "write"),
+        ('{"prompt": "p", "completion": true}', "completion", "is a boolean, not a string", "write"),
         ('{"prompt": "p", "completion": ""}', "completion", "is empty", "remove the record"),
         ('{"prompt": "p", "completion": " \\n"}', "completion", "is empty", "remove the record"),
         ('{"prompt": "p", "completion": "\\ud800"}', "completion", "is not valid Unicode", "surrogate"),
@@ -81,7 +84,7 @@ def test_a_text_file_given_as_pairs_and_the_other_way_round_name_the_format(tmp_
 
 def test_a_missing_file_is_the_file_systems_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        list(read_records(tmp_path / "none", DataFormat.TEXT))
+        record_files(tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["data", "data.jsonl", "data.ndjson", "data.json", "data.csv", "data.parquet", "data.JSON"])
@@ -122,14 +125,6 @@ def test_a_directory_is_its_known_files_in_order(tmp_path):
     assert len(list(read_records(tmp_path, PAIR))) == 5 * len(PAIRS)
 
 
-def test_a_directory_without_a_known_file_is_refused(tmp_path):
-    (tmp_path / "notes.md").write_text("no record")
-    with pytest.raises(NoRecordFilesError, match=r"holds no \.jsonl"):
-        record_files(tmp_path)
-    with pytest.raises(FileNotFoundError):
-        record_files(tmp_path / "none")
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
     record = {"prompt": "p" * 500, "completion": "c" * 1500}
@@ -148,3 +143,34 @@ def test_memory_does_not_grow_with_the_file(tmp_path, suffix):
     finally:
         tracemalloc.stop()
     assert peak < 4_000_000
+
+
+def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_path):
+    turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
+    (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)
+    assert (problem.key, problem.reason) == ("prompt", "is a list, not a string")
+    assert problem.fix == "set spec.data.format: Chat and spec.data.lossOn: Completion"
+    assert problem.changes == {"spec.data.format": "Chat", "spec.data.lossOn": "Completion"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason", "encoding"),
+    [
+        ("a b.csv", "prompt,completion\nq,déjà vu\n".encode("latin-1"), "Windows-1252 or Latin-1: déjà vu", "WINDOWS-1252"),
+        ("a b.csv", "prompt,completion\nq,“quoted”…\n".encode("cp1252"), "Latin-1: “quoted”…", "WINDOWS-1252"),
+        ("a b.jsonl", '{"prompt": "q", "completion": "für"}\n'.encode("latin-1"), '"für"', "WINDOWS-1252"),
+        ("a b.jsonl", '{"prompt": "q", "completion": "a"}\n'.encode("utf-16"), "is UTF-16", "UTF-16"),
+    ],
+)
+def test_a_file_in_another_encoding_is_named_with_the_command_that_converts_it(
+    tmp_path: Path, name: str, content: bytes, reason: str, encoding: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    problem = next(item for item in read_file(path, DataFormat.PROMPT_COMPLETION) if isinstance(item, RecordProblem))
+    assert reason in problem.reason
+    assert problem.fix == f"save the file as UTF-8: iconv -f {encoding} -t UTF-8 'a b.{name[4:]}' > NEW_FILE"
+    command = shlex.split(problem.fix.partition(": ")[2])[:-2]
+    converted = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True).stdout
+    path.write_bytes(converted)
+    assert all(isinstance(item, Record) for item in read_file(path, DataFormat.PROMPT_COMPLETION))

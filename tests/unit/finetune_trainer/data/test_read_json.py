@@ -16,6 +16,13 @@ from tests.unit.finetune_trainer.data.record_files import PAIRS, StartsWith, sai
 PAIR, TEXT = DataFormat.PROMPT_COMPLETION, DataFormat.TEXT
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small_blocks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_json, "_BLOCK_BYTES", 7)
+        yield
+
+
 LINES = st.lists(
     st.sampled_from(['{"text": "a"}', '{"text": "größer"}', "", "  ", "broken", '{"text": 3}', '{"text": "b"}\r']), max_size=8
 )
@@ -111,7 +118,7 @@ GOOD = '{"text": "a"}'
         ("[" * 200_000, ["1: the file ends within"]),
     ],
 )
-def test_a_damaged_list_gives_what_is_whole_and_says_where_it_breaks(tmp_path, content, found):
+def test_a_damaged_list_yields_its_intact_records_and_the_place_of_the_damage(tmp_path, content, found):
     path = tmp_path / "data.json"
     path.write_bytes(content.encode())
     assert [said(item) for item in read_file(path, TEXT)] == [StartsWith(text) for text in found]

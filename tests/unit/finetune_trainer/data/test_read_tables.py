@@ -12,10 +12,18 @@ CHAT, PAIR, TEXT = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION, DataFormat.TEX
 def test_bytes_that_are_not_utf8_spoil_one_record_of_a_list_or_table(tmp_path):
     path = tmp_path / "data.json"
     path.write_bytes(b'[{"text": "a"}, {"text": "\xff"}, {"text": "b"}]')
-    assert [said(item) for item in read_file(path, TEXT)] == ["a", "2: is not UTF-8", "b"]
+    assert [said(item) for item in read_file(path, TEXT)] == [
+        "a",
+        "2: is not UTF-8, and most likely Windows-1252 or Latin-1: ÿ",
+        "b",
+    ]
     path = tmp_path / "data.csv"
     path.write_bytes(b"text\na\n\xff\nb\n")
-    assert [said(item) for item in read_file(path, TEXT)] == ["a", "3: is not UTF-8", "b"]
+    assert [said(item) for item in read_file(path, TEXT)] == [
+        "a",
+        "3: is not UTF-8, and most likely Windows-1252 or Latin-1: ÿ",
+        "b",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +41,7 @@ def test_bytes_that_are_not_utf8_spoil_one_record_of_a_list_or_table(tmp_path):
         ('prompt,completion\np,"c\np,c\n', ["2: is not CSV"]),
     ],
 )
-def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_path, content, found):
+def test_a_damaged_table_yields_its_intact_rows_and_names_the_wrong_line(tmp_path, content, found):
     path = tmp_path / "data.csv"
     path.write_bytes(content.encode())
     assert [said(item) for item in read_file(path, PAIR)] == [StartsWith(text) for text in found]
@@ -59,7 +67,7 @@ def test_a_damaged_table_gives_what_is_whole_and_says_which_line_is_wrong(tmp_pa
         ),
     ],
 )
-def test_a_table_without_names_of_columns_or_of_other_delimiters_is_told_so(tmp_path, content, reason, fix):
+def test_a_table_without_a_header_or_with_other_delimiters_is_refused(tmp_path, content, reason, fix):
     path = tmp_path / "data.csv"
     path.write_text(content)
     (problem,) = read_file(path, PAIR)
@@ -83,13 +91,13 @@ def test_a_table_holds_no_chats(tmp_path):
         (["text"], {"spec.data.format": "Text"}),
     ],
 )
-def test_a_table_that_was_taken_for_chats_is_told_what_its_columns_are(tmp_path, columns, changes):
+def test_a_table_read_as_chats_gets_a_fix_that_fits_its_columns(tmp_path, columns, changes):
     (problem,) = read_file(write(tmp_path / "data.csv", [dict.fromkeys(columns, "words")]), CHAT)
     assert (problem.line, problem.changes) == (1, changes)
     assert "cannot hold chats" in problem.reason
 
 
-def test_a_table_of_preferences_is_told_to_be_one(tmp_path):
+def test_a_table_of_preferences_is_recognized(tmp_path):
     (problem,) = read_file(write(tmp_path / "data.csv", [{"prompt": "q", "chosen": "g", "rejected": "b"}]), CHAT)
     assert problem.are_preferences
     assert "TRL's DPOTrainer" in problem.fix

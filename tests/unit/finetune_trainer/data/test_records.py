@@ -8,7 +8,7 @@ from finetune_job.api.inputs import DataFormat
 from finetune_trainer.data.read import read_file
 from tests.unit.finetune_trainer.data.record_files import CHATS, contents, write
 
-CHAT, PAIR = DataFormat.CHAT, DataFormat.PROMPT_COMPLETION
+CHAT = DataFormat.CHAT
 
 
 def test_tools_may_be_json_in_a_text(tmp_path):
@@ -34,20 +34,12 @@ def test_keys_that_are_null_and_calls_that_are_none_are_absent(tmp_path, extensi
     )
 
 
-def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_path):
-    turns = {"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "a"}]}
-    (problem,) = read_file(write(tmp_path / "data.jsonl", [turns]), PAIR)
-    assert (problem.key, problem.reason) == ("prompt", "is a list, not a text")
-    assert problem.fix == "set spec.data.format: Chat and spec.data.lossOn: Completion"
-    assert problem.changes == {"spec.data.format": "Chat", "spec.data.lossOn": "Completion"}
-
-
 @pytest.mark.parametrize(
     ("messages", "key", "reason"),
     [
-        ("hello", "messages", "is a text, not a list"),
+        ("hello", "messages", "is a string, not a list"),
         ([], "messages", "is empty"),
-        (["hello"], "messages[0]", "is a text, not an object"),
+        (["hello"], "messages[0]", "is a string, not an object"),
         ([{"content": "q"}], "messages[0].role", "is missing"),
         ([{"from": "human", "value": "q"}], "messages[0].role", "is missing"),
         ([{"role": 3, "content": "q"}], "messages[0].role", "is not the name of a role"),
@@ -56,7 +48,7 @@ def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_pa
         (
             [{"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]}],
             "messages[0].content[1]",
-            'is a part of the type "image" and not of text',
+            'is a part of the type "image", not "text"',
         ),
         ([{"role": "user", "content": "q"}, {"role": "assistant", "content": " "}], "messages[1].content", "is empty"),
         ([{"role": "assistant", "content": None, "tool_calls": "f()"}], "messages[0].tool_calls", "is not a list of objects"),
@@ -64,7 +56,7 @@ def test_prompts_that_are_turns_of_a_chat_name_the_format_that_holds_them(tmp_pa
         ([{"role": "user", "content": "q", "more": {"\udfff": 1}}], "messages", "is not valid Unicode"),
     ],
 )
-def test_what_is_no_chat_is_named_by_key_and_reason(tmp_path, messages, key, reason):
+def test_malformed_chats_are_named_by_key_and_reason(tmp_path, messages, key, reason):
     (problem,) = read_file(write(tmp_path / "data.jsonl", [{"messages": messages}]), CHAT)
     assert problem.key == key
     assert problem.reason.startswith(reason)

@@ -3,7 +3,6 @@
 import json
 import sys
 
-import psutil
 import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
@@ -13,8 +12,6 @@ from finetune_trainer.data.records import Record
 from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
 from tests.unit.finetune_trainer.data.test_prepare import data_set, plan
-
-CHAT = DataFormat.CHAT
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 # Two lists that are equal and share nothing are compared in C, where no exception gets in: 3000 ** 3 comparisons.
@@ -48,7 +45,6 @@ runpy.run_module("{worker.__name__}", run_name="__main__", alter_sys=True)
 def short(monkeypatch, tmp_path):
     monkeypatch.setattr(render_limit, "RENDER_SECONDS", 0.5)
     monkeypatch.setattr(render_limit, "END_SECONDS", 1.0)
-    monkeypatch.setattr(workers, "END_SECONDS", 1.0)
     (tmp_path / "short.py").write_text(SHORT_WORKER)
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {tmp_path / "short.py"} "$@"\n')
@@ -86,10 +82,10 @@ def prepared(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", [LOOPS, COMPARES])
-@pytest.mark.parametrize("held_out", [False, True])
-def test_a_record_without_end_is_named_and_the_rest_is_not_tried(prepared, what, held_out):
+@pytest.mark.parametrize(("held_out", "num_workers"), [(False, 1), (False, 2), (True, 1)])
+def test_a_record_without_end_is_named_and_the_rest_is_not_tried(prepared, what, held_out, num_workers):
     places = {"held_out_at": 13, "boom_at": 17} if held_out else {"boom_at": 13}
-    (finding,) = prepared(what, **places)
+    (finding,) = prepared(what, **places, num_workers=num_workers)
     assert (finding.rule, finding.severity) == ("data-record-invalid", "error")
     assert ("held-out.jsonl" if held_out else "train.jsonl") in finding.message
     assert "line 13" in finding.message
@@ -103,29 +99,8 @@ def test_a_text_of_any_length_is_named(prepared):
     assert "writes 8000" in finding.message
 
 
-def test_what_ends_is_prepared(prepared):
+def test_a_template_that_ends_is_used(prepared):
     assert prepared(LOOPS, None) == []
-
-
-def test_what_ends_one_of_many_processes_is_a_finding_and_the_rest_is_only_checked(prepared, monkeypatch):
-    """As its timer would after 20 seconds of CPU time, the processes that it dies with included."""
-    consume = prepare._consume
-
-    def ended(results, *more):
-        def spoilt():
-            yield next(results)
-            children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-            (loader,) = [child for child in children if "finetune_trainer.data.worker" in child.cmdline()]
-            for process in loader.children():
-                process.send_signal(render_limit.ENDED_BY)
-            yield from results
-
-        consume(spoilt(), *more)
-
-    monkeypatch.setattr(prepare, "_consume", ended)
-    found = prepared(LOOPS, None, num_workers=2)
-    assert [finding.rule for finding in found] == ["data-record-invalid"]
-    assert "the chat template takes more than" in found[0].message
 
 
 def test_an_endless_template_is_stopped_within_one_process():

@@ -10,52 +10,34 @@ from tests.unit.finetune_trainer.data.tokenizers_by_hand import merging_tokenize
 N, Y = False, True
 
 
-def one(tokenizer, prompt, completion, loss_on):
+def one(tokenizer, prompt, completion, loss_on=LossOn.COMPLETION):
     (document,) = tokenize(tokenizer, [Record(1, prompt, completion)], loss_on)
     return document
 
 
-def test_the_completion_and_the_end_are_supervised_the_prompt_is_not():
-    assert one(word_tokenizer(), "a b ", "c d", LossOn.COMPLETION) == TokenizedDocument([2, 3, 4, 5, 0], [N, N, Y, Y, Y])
+WORDS, STARTING, MERGING = word_tokenizer(), word_tokenizer(start=True), merging_tokenizer()
+DOCUMENTS = {
+    # tokenizer, prompt, completion, what the loss counts, ids, which of them are supervised
+    "a prompt is not supervised": (WORDS, "a b ", "c d", LossOn.COMPLETION, [2, 3, 4, 5, 0], [N, N, Y, Y, Y]),
+    "nothing precedes the first token": (WORDS, "a b ", "c d", LossOn.ALL, [2, 3, 4, 5, 0], [N, Y, Y, Y, Y]),
+    "a text": (WORDS, "", "c d", LossOn.ALL, [4, 5, 0], [N, Y, Y]),
+    "an empty prompt": (WORDS, "", "c d", LossOn.COMPLETION, [4, 5, 0], [N, Y, Y]),
+    "a start token before a text": (STARTING, "", "c d", LossOn.ALL, [1, 4, 5, 0], [N, Y, Y, Y]),
+    "a start token before an empty prompt": (STARTING, "", "c d", LossOn.COMPLETION, [1, 4, 5, 0], [N, Y, Y, Y]),
+    "a start token before a prompt": (STARTING, "a ", "c", LossOn.COMPLETION, [1, 2, 4, 0], [N, N, Y, Y]),
+    # It is neither doubled nor put after the prompt.
+    "an end token of the tokenizer": (word_tokenizer(True, True), "a ", "c", LossOn.COMPLETION, [1, 2, 4, 0], [N, N, Y, Y]),
+    "an end token in the record": (WORDS, "a ", "c </s>", LossOn.COMPLETION, [2, 4, 0], [N, Y, Y]),
+    # "ab" is one token. The prompt has to be what a caller sends.
+    "a seam within a token": (MERGING, "ca", "bd", LossOn.COMPLETION, [4, 2, 3, 5, 0], [N, N, Y, Y, Y]),
+    "a token within the completion": (MERGING, "c", "abd", LossOn.COMPLETION, [4, 7, 5, 0], [N, Y, Y, Y]),
+}
 
 
-def test_all_tokens_are_supervised_but_the_first_which_nothing_precedes():
-    assert one(word_tokenizer(), "a b ", "c d", LossOn.ALL) == TokenizedDocument([2, 3, 4, 5, 0], [N, Y, Y, Y, Y])
-
-
-def test_a_text_is_supervised_whole():
-    assert one(word_tokenizer(), "", "c d", LossOn.ALL) == TokenizedDocument([4, 5, 0], [N, Y, Y])
-
-
-def test_an_empty_prompt_leaves_only_the_first_token_out():
-    assert one(word_tokenizer(), "", "c d", LossOn.COMPLETION) == TokenizedDocument([4, 5, 0], [N, Y, Y])
-
-
-@pytest.mark.parametrize("loss_on", list(LossOn))
-def test_a_start_token_that_the_tokenizer_adds_precedes_and_is_never_supervised(loss_on):
-    assert one(word_tokenizer(start=True), "", "c d", loss_on) == TokenizedDocument([1, 4, 5, 0], [N, Y, Y, Y])
-
-
-def test_a_start_token_stands_before_the_prompt_once():
-    assert one(word_tokenizer(start=True), "a ", "c", LossOn.COMPLETION) == TokenizedDocument([1, 2, 4, 0], [N, N, Y, Y])
-
-
-def test_an_end_token_that_the_tokenizer_adds_is_neither_doubled_nor_put_after_the_prompt():
-    tokenizer = word_tokenizer(start=True, end=True)
-    assert one(tokenizer, "a ", "c", LossOn.COMPLETION) == TokenizedDocument([1, 2, 4, 0], [N, N, Y, Y])
-
-
-def test_an_end_token_in_the_record_itself_is_not_doubled():
-    assert one(word_tokenizer(), "a ", "c </s>", LossOn.COMPLETION) == TokenizedDocument([2, 4, 0], [N, Y, Y])
-
-
-def test_a_seam_within_a_token_is_tokenised_apart_so_that_the_prompt_is_what_a_caller_sends():
-    assert merging_tokenizer()("ab")["input_ids"] == [7]
-    assert one(merging_tokenizer(), "ca", "bd", LossOn.COMPLETION) == TokenizedDocument([4, 2, 3, 5, 0], [N, N, Y, Y, Y])
-
-
-def test_a_token_within_the_completion_is_kept_whole():
-    assert one(merging_tokenizer(), "c", "abd", LossOn.COMPLETION) == TokenizedDocument([4, 7, 5, 0], [N, Y, Y, Y])
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_a_record_becomes_these_tokens(name):
+    tokenizer, prompt, completion, loss_on, ids, supervised = DOCUMENTS[name]
+    assert one(tokenizer, prompt, completion, loss_on) == TokenizedDocument(ids, supervised)
 
 
 def test_documents_come_in_the_order_of_the_records():

@@ -6,7 +6,8 @@ TRL trains on a mask that cannot be right, or refuses a template that can be use
   TRL refuses a chat only if nothing at all is supervised;
 * a template without generation blocks: spans are found here, while TRL swaps in a template of its own for the models that it
   knows and refuses others;
-* a token that the tokenizer makes of the first character of an answer and of what stands before it: the same in both.
+* a token that the tokenizer would make of the first character of an answer and of what stands before it: TRL learns it as a
+  part of the answer, while here the answer begins with a token of its own, as it does for a server. No answer here makes one.
 The first token's flag differs in form only: nothing precedes it, so neither counts its prediction.
 """
 
@@ -57,8 +58,9 @@ FAMILIES = {"ChatML": CHATML_GENERATION, "Llama 3": LLAMA3_GENERATION, "Phi 3": 
 MERGES = [("Ċ", "Ċ"), ("Ġ", "a"), ("a", "b")]
 
 TEXTS = ["a b", " abab ", "größer €", "\n\nab", "assistant\n", "x" * 50, "ends on 😀"]
+ANSWERS = [text for text in TEXTS if not text.startswith("\n")]
 CHATS = [
-    [{"role": "user", "content": TEXTS[n % 7]}, {"role": "assistant", "content": TEXTS[(3 * n + 1) % 7]}] * (1 + n % 4)
+    [{"role": "user", "content": TEXTS[n % 7]}, {"role": "assistant", "content": ANSWERS[(5 * n + 1) % 6]}] * (1 + n % 4)
     for n in range(24)
 ]
 CHATS += [[{"role": "system", "content": "be kind"}, *chat] for chat in CHATS[:4]]
@@ -89,7 +91,8 @@ def prepared_by_trl(tokenizer, rows, directory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ids_and_masks_equal_those_of_sfttrainer(tmp_path, name):
-    tokenizer = FAMILIES[name].tokenizer(merges=MERGES)
+    # The two line breaks of Llama 3's header would be one token at the end of a prompt, but not before a word.
+    tokenizer = FAMILIES[name].tokenizer(merges=MERGES[1:] if name == "Llama 3" else MERGES)
     tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}] if FAMILIES[name] is TOOLS else []
     rows = [{"messages": chat, **({"tools": tools} if tools else {})} for chat in (TOOL_CHATS if tools else CHATS)]
     theirs = prepared_by_trl(tokenizer, rows, tmp_path)

@@ -1,8 +1,6 @@
 """What stands around the turns of a chat: generation blocks in the right place, markers that are tokens, roles that can be
 told."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -91,7 +91,7 @@ def test_an_error_of_the_file_system_in_a_worker_is_raised_here(claims, monkeypa
 def test_any_other_error_in_a_worker_is_shown(claims, monkeypatch):
     task = tasks(claims, monkeypatch)[0]
     broken = PartTask(task.part, replace(SETTINGS, max_sequence_length="many"), task.result)
-    with pytest.raises(WorkerError, match="TypeError"):
+    with pytest.raises(WorkerError, match="max_sequence_length"):
         list(in_workers(iter([broken]), 1, claims / "models", allow_remote_code=False))
 
 

@@ -35,7 +35,7 @@ import json, sys
 from pathlib import Path
 from tests.unit.finetune_trainer.processes.hostile_children import BEHAVIOURS
 behaviour, trap, settings = sys.argv[1:]
-BEHAVIOURS[behaviour](json.loads(settings)["descriptors"][0][0], Path(trap))
+BEHAVIOURS[behaviour](json.loads(settings)["descriptors"][0], Path(trap))
 """
 
 
@@ -82,12 +82,36 @@ def stand_in(directory: Path, monkeypatch: pytest.MonkeyPatch, program: str, *ar
     monkeypatch.setattr(workers.sys, "executable", str(python))
 
 
+TAKEN_OVER = """
+import os, sys, time
+from finetune_trainer.data import tokenizer, worker
+behaviour, settings = sys.argv[1:]
+def work_on(*_):
+    if behaviour == "closes":
+        os.closerange(3, 1000)
+        time.sleep(1000)
+    os._exit(0)
+tokenizer.load_tokenizer = lambda *_: (object(), [])
+worker.work_on, worker.ENDING_SECONDS, worker.LOOK_SECONDS = work_on, 0.5, 0.1
+sys.exit(worker.main(settings))
+"""
+
+
+@pytest.mark.parametrize("behaviour", ["closes", "ends"])
+def test_a_worker_that_leaves_its_connection_is_noticed_long_before_the_deadline_of_its_part(
+    behaviour: str, task: PartTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "PART_SECONDS", 120.0)
+    stand_in(tmp_path, monkeypatch, TAKEN_OVER, behaviour)
+    fails(in_workers(iter([task]), 1, tmp_path, allow_remote_code=False), "closed its connection and did not end|with status 0")
+
+
 ANSWERS_UNASKED = """
 import json, sys
 from socket import socket
 from finetune_trainer.data.file_parts import PartResult
 from finetune_trainer.data.messages import result_line
-connection = socket(fileno=json.loads(sys.argv[1])["descriptors"][0][0])
+connection = socket(fileno=json.loads(sys.argv[1])["descriptors"][0])
 answer = result_line(PartResult())
 while True:
     connection.sendall(answer)

@@ -1,7 +1,5 @@
 """A plan whose sources lie on a hub of the test's own, and short patience."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

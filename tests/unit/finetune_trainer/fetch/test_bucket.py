@@ -1,8 +1,6 @@
 """Object stores: what lies below a prefix, reading in ranges, and what an answer means. The real server is in
 tests/integration."""
 
-from __future__ import annotations
-
 import pytest
 from boto3.session import Session
 
@@ -52,7 +50,7 @@ def test_an_object_of_that_name_is_one_file():
     assert (file.path, file.size, file.address) == ("a.jsonl", len(CONTENT), "sets/a.jsonl")
 
 
-def test_nothing_below_a_prefix_is_said():
+def test_an_empty_prefix_is_refused():
     with pytest.raises(DataError, match="s3://ours/sets: there is no such object and nothing below it"):
         prefix_of(MemoryS3({"other": b"x"}), "sets").files()
 
@@ -107,7 +105,7 @@ def test_a_store_that_knows_no_ranges_fills_no_memory(monkeypatch):
         list(remote.read(file, 0))
 
 
-def test_nobody_there_may_pass():
+def test_a_server_that_does_not_answer_is_a_transient_error():
     with pytest.raises(TransientError, match="did not answer"):
         at("http://127.0.0.1:1").files()
 

@@ -1,7 +1,5 @@
 """The fetch role against a hub, with the real client: what arrives, what is asked for, and what happens when something fails."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -103,7 +101,7 @@ def test_a_second_run_transfers_nothing_and_asks_nothing(model_of, hub):
     ],
     ids=["changed", "missing", "foreign", "manifest", "link"],
 )
-def test_what_is_not_what_was_fetched_is_replaced(model_of, damage):
+def test_changed_files_are_fetched_again(model_of, damage):
     context = model_of(MODEL)
     fetch(context, LOCAL, QUICK)
     damage(context.base_model)
@@ -152,7 +150,7 @@ def test_what_passes_is_survived(model_of, hub, fault):
     assert content(context.base_model) == MODEL
 
 
-def test_a_cut_transfer_goes_on_where_it_was_cut(model_of, hub):
+def test_an_interrupted_transfer_resumes_where_it_stopped(model_of, hub):
     context = model_of(MODEL)
     hub.fail("model-00001-of-00002.safetensors?Signature", Fault(1, cut_after=5000))
     fetch(context, LOCAL, QUICK)
@@ -178,13 +176,28 @@ def test_a_listing_that_fails_is_asked_for_again(model_of, hub):
     assert content(context.base_model) == MODEL
 
 
-def test_patience_ends(model_of, hub):
+@pytest.mark.parametrize(
+    ("part", "fault", "kind", "words"),
+    [
+        ("model-00001-of", Fault(100, status=503), FailureClass.SOURCE_UNAVAILABLE, ["model-00001-of-00002.safetensors", "503"]),
+        ("model-00001-of-00002.safetensors?Signature", Fault(100, corrupt=True), FailureClass.SOURCE_UNAVAILABLE, ["sha256"]),
+        ("config.json", Fault(100, corrupt=True), FailureClass.SOURCE_UNAVAILABLE, ["git-blob"]),
+        (
+            "/resolve/",
+            Fault(100, status=403, headers={"X-Error-Code": "GatedRepo"}),
+            FailureClass.USER_MODEL,
+            ["spec.fetch.hubTokenSecretRef", "terms"],
+        ),
+    ],
+    ids=["503", "wrong bytes", "wrong bytes of a small file", "gated"],
+)
+def test_lasting_failures_end_the_fetch(model_of, hub, part, fault, kind, words):
     context = model_of(MODEL)
-    hub.fail("model-00001-of", Fault(100, status=503))
+    hub.fail(part, fault)
     error = failure(context)
-    assert error.failure is FailureClass.SOURCE_UNAVAILABLE
-    assert "model-00001-of-00002.safetensors" in str(error)
-    assert "503" in str(error)
+    assert error.failure is kind
+    for word in words:
+        assert word in f"{error} {error.hint}"
     assert not context.base_model.exists()
 
 
@@ -193,7 +206,7 @@ def test_patience_ends(model_of, hub):
     [{"Retry-After": "86400"}, {"Retry-After": "Fri, 31 Dec 2199 23:59:59 GMT"}, {"RateLimit": '"resolvers";r=0;t=86400'}],
     ids=["seconds", "date", "rate limit"],
 )
-def test_a_server_that_wants_too_long_a_pause_is_not_waited_for(model_of, hub, headers):
+def test_the_fetch_ends_if_a_server_asks_for_too_long_a_pause(model_of, hub, headers):
     context = model_of(MODEL)
     fault = Fault(100, status=429, headers=headers)
     hub.fail("config.json", fault)
@@ -212,39 +225,24 @@ def test_a_server_that_falls_silent_is_asked_again(model_of, hub, monkeypatch):
     assert content(context.base_model) == MODEL
 
 
-def test_a_gated_repository_that_can_be_listed_but_not_read_names_the_field(model_of, hub):
-    context = model_of(MODEL)
-    hub.fail("/resolve/", Fault(100, status=403, headers={"X-Error-Code": "GatedRepo"}))
-    error = failure(context)
-    assert error.failure is FailureClass.USER_MODEL
-    assert "spec.fetch.hubTokenSecretRef" in error.hint
-    assert "terms" in error.hint
-
-
-def test_one_file_of_no_known_kind_is_refused(context_of, hub):
-    commit = hub.add("org/set", {"train.xlsx": b"a"}, kind="datasets")
-    error = failure(context_of({"data.source": "hf://datasets/org/set/train.xlsx", "data.revision": commit}))
+@pytest.mark.parametrize(
+    ("file", "path", "revision", "words"),
+    [
+        ("train.xlsx", "/train.xlsx", None, ["train.xlsx", ".parquet"]),
+        ("a.jsonl", "", "0" * 40, ["spec.data.source", "org/set", "0" * 40, "404"]),
+        ("a.jsonl", "/b.jsonl", None, ["b.jsonl"]),
+    ],
+    ids=["no known kind", "no such commit", "no such path"],
+)
+def test_data_that_cannot_be_fetched_is_named(context_of, hub, file, path, revision, words):
+    commit = hub.add("org/set", {file: b"a"}, kind="datasets")
+    error = failure(context_of({"data.source": f"hf://datasets/org/set{path}", "data.revision": revision or commit}))
     assert error.failure is FailureClass.USER_DATA
-    assert "train.xlsx" in str(error)
-    assert ".parquet" in error.hint
+    for word in words:
+        assert word in f"{error} {error.hint}"
 
 
-def test_bytes_that_stay_wrong_are_never_taken(model_of, hub):
-    context = model_of(MODEL)
-    hub.fail("model-00001-of-00002.safetensors?Signature", Fault(100, corrupt=True))
-    error = failure(context)
-    assert error.failure is FailureClass.SOURCE_UNAVAILABLE
-    assert "sha256" in str(error)
-    assert not context.base_model.exists()
-
-
-def test_small_files_are_proven_by_git(model_of, hub):
-    context = model_of(MODEL)
-    hub.fail("config.json", Fault(100, corrupt=True))
-    assert "git-blob" in str(failure(context))
-
-
-def test_an_interrupted_fetch_does_not_fetch_again_what_is_whole(model_of, hub):
+def test_an_interrupted_fetch_keeps_complete_files(model_of, hub):
     context = model_of(MODEL)
     hub.fail("model-00002-of", Fault(4, status=503))
     assert failure(context).failure is FailureClass.SOURCE_UNAVAILABLE
@@ -283,22 +281,6 @@ def test_refused_access_names_the_field(model_of, monkeypatch, token, words):
         assert word in f"{error} {error.hint}"
 
 
-def test_a_commit_that_does_not_exist_is_named(context_of, hub):
-    hub.add("org/set", {"a.jsonl": b"a"}, kind="datasets")
-    context = context_of({"data.source": "hf://datasets/org/set", "data.revision": "0" * 40})
-    error = failure(context)
-    assert error.failure is FailureClass.USER_DATA
-    for word in ("spec.data.source", "org/set", "0" * 40, "404"):
-        assert word in str(error)
-
-
-def test_a_path_that_does_not_exist_is_named(context_of, hub):
-    commit = hub.add("org/set", {"a.jsonl": b"a"}, kind="datasets")
-    error = failure(context_of({"data.source": "hf://datasets/org/set/b.jsonl", "data.revision": commit}))
-    assert error.failure is FailureClass.USER_DATA
-    assert "b.jsonl" in str(error)
-
-
 def test_another_commit_than_the_one_asked_for_is_refused(model_of, hub):
     context = model_of(MODEL)
     hub.repositories["models", "org/model"].announced_commit = "1" * 40
@@ -317,7 +299,7 @@ def test_a_name_that_leaves_the_target_is_refused(context_of, hub, name):
     assert hub.downloads() == []
 
 
-def test_a_link_in_what_was_left_behind_is_not_followed(model_of, tmp_path):
+def test_links_in_leftovers_are_not_followed(model_of, tmp_path):
     context = model_of(MODEL)
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -367,7 +349,7 @@ def test_the_token_goes_to_the_hub_and_nowhere_else(model_of, hub, monkeypatch, 
     assert "HTTP status 503" in caplog.text
 
 
-def test_a_token_comes_from_the_mounted_file_and_from_nowhere_else(model_of, hub, monkeypatch, tmp_path):
+def test_the_token_comes_from_the_mounted_file_only(model_of, hub, monkeypatch, tmp_path):
     (tmp_path / "token").write_text("hf_left_behind")
     monkeypatch.setenv("HF_TOKEN", "hf_of_the_environment")
     mounted = tmp_path / "mounted"

@@ -1,7 +1,5 @@
 """The role as a process: what it loads, and what a SIGKILL in the middle costs."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,8 +7,9 @@ import threading
 from pathlib import Path
 
 from finetune_job.failures import EXIT_CODES, FailureClass, Outcome, parse_envelope
+from finetune_job.names import Role
 from finetune_job.plan.digest import canonical_json
-from finetune_operator.children.cpu_jobs import fetch_job
+from finetune_operator.children.cpu_jobs import cpu_job
 from finetune_trainer.context import RunContext
 from tests.support.hub import Fault, running_hub
 from tests.unit.finetune_operator.children.building import ELSEWHERE, pod_spec, run_of
@@ -61,7 +60,7 @@ def test_the_role_is_light_and_goes_online_from_an_offline_image(model_of, tmp_p
     assert (report.role, report.outcome) == ("fetch", Outcome.SUCCEEDED)
 
 
-def test_a_killed_fetch_goes_on_with_what_is_missing(model_of, hub, tmp_path):
+def test_a_killed_fetch_resumes_with_the_missing_files(model_of, hub, tmp_path):
     context = model_of(MODEL)
     reached, released = threading.Event(), threading.Event()
 
@@ -92,7 +91,7 @@ def test_a_hub_of_a_private_authority_is_trusted_with_the_bundle_of_the_profile_
     """With the environment and the files of the pod that the operator makes for such a profile."""
     authority = CertificateAuthority(tmp_path / "authority")
     bundle = ELSEWHERE.with_profile(caBundle={"configMap": "company-ca", "key": "bundle.pem"})
-    pod = pod_spec(fetch_job(run_of(bundle), 0))
+    pod = pod_spec(cpu_job(run_of(bundle), Role.FETCH, 0))
     (mount,) = [one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "authorities"]
     (volume,) = [one["configMap"] for one in pod["volumes"] if one["name"] == "authorities"]
     for item in volume["items"]:

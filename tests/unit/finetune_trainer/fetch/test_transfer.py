@@ -1,7 +1,5 @@
 """One file, whatever the source does and whenever the process is killed: the bytes are right, and durable ones are kept."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 from collections.abc import Iterator
@@ -12,12 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_trainer.fetch.source import (
-    Digest,
-    DigestKind,
-    RemoteFile,
-    SourceUnavailableError,
-)
+from finetune_trainer.fetch import transfer
+from finetune_trainer.fetch.source import Digest, DigestKind, RemoteFile, SourceUnavailableError
 from finetune_trainer.fetch.staging import FetchStaging
 from finetune_trainer.fetch.transfer import TransferOptions, fetch_file, resume_point
 from finetune_trainer.network.retry import RetryPolicy, TransientError
@@ -29,6 +23,13 @@ SYNC = 512
 
 
 AT_ONCE = RetryPolicy(attempts=6, first_seconds=0.0, longest_seconds=0.0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_reads() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transfer, "_READ_BYTES", 300)
+        yield
 
 
 class Killed(BaseException):
@@ -91,7 +92,7 @@ def test_any_failures_in_any_order_give_the_same_bytes(script, chunk, digest):
         assert source.offsets == []
 
 
-def test_after_a_kill_it_goes_on_at_what_is_durable(tmp_path):
+def test_a_killed_transfer_resumes_after_the_durable_bytes(tmp_path):
     source = Scripted(CONTENT, [(3000, "killed")])
     with pytest.raises(Killed):
         taken(tmp_path, source, remote_file())
@@ -105,7 +106,7 @@ def test_within_an_attempt_not_a_byte_is_read_twice(tmp_path):
     assert source.offsets == [0, 1234, 3234]
 
 
-def test_the_beginning_of_another_version_is_not_gone_on_with(tmp_path):
+def test_the_beginning_of_another_version_is_not_resumed(tmp_path):
     with pytest.raises(Killed):
         taken(tmp_path, Scripted(CONTENT, [(3000, "killed")]), remote_file())
     changed = CONTENT[::-1]

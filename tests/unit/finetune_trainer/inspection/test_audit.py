@@ -1,7 +1,5 @@
 """What digests alone show of a run: whether its parts belong together, and what nobody can look at any more."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -103,10 +101,12 @@ def test_what_nobody_can_look_at_is_said_and_refuses_nothing(run, tmp_path: Path
     said = [finding.message for finding in findings]
     assert "train.jsonl is gone" in said[0]
     assert "no digests of the base model's weights" in said[1]
-    assert "made with torch 1.0.0, here is" in said[2]
+    assert "made with torch 1.0.0, but here is" in said[2]
 
 
-def test_the_process_answers_in_one_line_and_says_why_it_cannot(run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_process_answers_in_one_line_or_reports_why_it_cannot(
+    run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     context = context_of(run)
     arguments = ["--plan", str(run.plan), "--plan-sha256", context.plan_sha256, "--claims-root", str(run.claims)]
     assert main(["look", *arguments]) == 0
@@ -121,3 +121,26 @@ def test_the_process_answers_in_one_line_and_says_why_it_cannot(run, tmp_path: P
     assert main(["checkpoints", "--expected", two, "--found", str(tmp_path)]) != 0
     told = capsys.readouterr()
     assert (told.out, "manifest.json" in told.err) == ("", True)
+
+
+def test_a_file_that_somebody_put_next_to_a_merged_model_is_a_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, again = tmp_path / "published", tmp_path / "again"
+    for directory in (published, again):
+        directory.mkdir()
+        (directory / "config.json").write_text("{}")
+        (directory / "manifest.json").write_text(json.dumps({"files": [{"name": "config.json"}], "base": directory.name}))
+
+    def difference() -> str | None:
+        assert main(["results", "--expected", str(published), "--found", str(again)]) == 0
+        answer: str | None = json.loads(capsys.readouterr().out)["difference"]
+        return answer
+
+    assert difference() is None
+    (published / "modeling.py").write_text("import os")
+    assert difference() == "modeling.py is not made again"
+    (again / "modeling.py").write_text("import sys")
+    assert difference() == "modeling.py has other bytes"
+    (published / "modeling.py").unlink()
+    assert str(difference()).startswith("modeling.py is missing in ")

@@ -1,7 +1,5 @@
 """The name by which an adapter calls its base, and what is said if nobody knows it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,8 @@
-"""A model's directory whose files cannot be chosen or listed."""
+"""A model's directory whose files cannot be chosen, listed or read."""
 
+import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,74 @@ def test_settings_that_no_reader_takes_are_refused_before_they_are_copied(model:
     (finding,) = inspect_model_files(model, "pvc://models/tiny").findings
     assert (finding.rule, finding.value) == ("model-file-unusable", name)
     assert "NaN is not a value of a setting" in finding.message
+
+
+def without_weights(model: Path) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+
+
+def pickled(model: Path) -> None:
+    without_weights(model)
+    (model / "pytorch_model.bin").write_bytes(b"\x80")
+
+
+def cut_and_missing(model: Path) -> None:
+    first, second, *_ = sorted(model.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1])
+    second.unlink()
+
+
+def in_another_shard(model: Path) -> None:
+    index = json.loads((model / INDEX).read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    index["weight_map"]["lm_head.weight"] = next(name for name in shards if name != index["weight_map"]["lm_head.weight"])
+    (model / INDEX).write_text(json.dumps(index))
+
+
+def shard(content: bytes) -> Callable[[Path], int]:
+    return lambda model: min(model.glob("*.safetensors")).write_bytes(content)
+
+
+def index(content: str) -> Callable[[Path], int]:
+    return lambda model: (model / INDEX).write_text(content)
+
+
+def configured(**more: object) -> Callable[[Path], None]:
+    def write(model: Path) -> None:
+        config = json.loads((model / "config.json").read_text())
+        (model / "config.json").write_text(json.dumps(config | more))
+
+    return write
+
+
+PACKED = {"quantization_config": {"load_in_4bit": True}}
+FIRST, SECOND = "model-00001-of", "model-00002-of"
+
+
+@pytest.mark.parametrize(
+    ("damage", "found"),
+    [
+        (without_weights, [("model-weights-missing", "")]),
+        (pickled, [("model-pickle-only", "pytorch_model.bin")]),
+        (cut_and_missing, [("model-shard-broken", FIRST), ("model-shard-broken", SECOND)]),
+        (shard(b""), [("model-shard-broken", FIRST)]),
+        (shard(b"\x08\0\0\0\0\0\0\0[1, 2, 3"), [("model-shard-broken", FIRST)]),
+        (shard(b'\x10\0\0\0\0\0\0\0{"a": {"x": 1}} '), [("model-shard-broken", FIRST)]),
+        (shard(b"\xa5" * 64), [("model-shard-broken", FIRST)]),
+        (in_another_shard, [("model-index-broken", "lm_head.weight")]),
+        (index("{"), [("model-index-broken", "")]),
+        (index("{}"), [("model-index-broken", "")]),
+        (index('{"weight_map": {"a": "../a.safetensors"}}'), [("model-index-broken", "")]),
+        (configured(**PACKED), [("model-already-quantized", "")]),
+        (configured(text_config=PACKED), [("model-already-quantized", "")]),
+        (configured(quantization_config=None), []),
+    ],
+)
+def test_weights_that_cannot_be_read_are_refused(
+    model: Path, damage: Callable[[Path], object], found: list[tuple[str, str]]
+) -> None:
+    damage(model)
+    findings = inspect_model_files(model, "pvc://models/tiny").findings
+    assert [finding.rule for finding in findings] == [rule for rule, _ in found]
+    assert all(finding.value.startswith(value) for finding, (_, value) in zip(findings, found, strict=True))

@@ -1,7 +1,5 @@
 """Adapters without values have the names, shapes and element types of real ones, and are made without a single value."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, MixtralConfig
@@ -16,9 +14,7 @@ from tests.support.method_settings import SETTINGS
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 KINDS = [kind.value for kind, method in METHODS.items() if method.family is Family.OTHER and not method.refused]
-MORE = [
-    ("BOFT", {"boftBlockNum": 4, "boftBlockSize": 0}),
-]
+MORE = [("BOFT", {"boftBlockNum": 4, "boftBlockSize": 0})]
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GptOssConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen2MoeConfig,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, PreTrainedConfig, Qwen2MoeConfig, Qwen3MoeConfig
 
 NUM_EXPERTS = 4
 SHARD = "40KB"
@@ -38,13 +31,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gpt_oss": GptOssConfig(**_SIZES, num_local_experts=NUM_EXPERTS, head_dim=8, layer_types=["full_attention"] * 2),
 }
 OLD_PROJECTIONS = {"mixtral": ("w1", "w2", "w3"), "qwen3_moe": ("gate_proj", "up_proj", "down_proj")}
-"""What the linear layers of an expert were called when each was a module."""
+"""Names of the linear layers of an expert in versions in which each was a module."""
 
 
 def save_base(
     directory: Path, kind: str, dtype: torch.dtype, *, experts_fused: bool = False, max_shard_size: str = SHARD
 ) -> Path:
-    """A base with random weights; its experts are stored one by one, as published models have them, or fused as the model has."""
+    """Save a base with random weights. Its experts are stored one by one, as in published models, or fused, as in the model."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(CONFIGS[kind], dtype=dtype)
     with torch.no_grad():
@@ -56,7 +49,7 @@ def save_base(
 
 
 def save_old_adapter(directory: Path, base: Path, targets: tuple[str, ...], rank: int = 4, **settings: Any) -> Path:
-    """An adapter with a pair of factors for every stored matrix of `targets`, each expert's apart, as before transformers 5."""
+    """Save an adapter as before transformers 5, with a pair of factors for every stored matrix of `targets` of every expert."""
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -82,7 +75,7 @@ def save_old_adapter(directory: Path, base: Path, targets: tuple[str, ...], rank
 
 
 def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of all safetensors files of a directory."""
+    """Return the tensors of all safetensors files of a directory."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)

@@ -1,7 +1,5 @@
 """Rows are cut only where a block of every step ends."""
 
-from __future__ import annotations
-
 from finetune_trainer.merge.chunks import RowCut, common_cuts
 
 

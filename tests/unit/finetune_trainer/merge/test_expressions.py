@@ -1,6 +1,4 @@
-"""A regular expression of an adapter that never ends is refused, and what is named as in ordinary adapters is not even tried."""
-
-from __future__ import annotations
+"""A regular expression that never ends is refused, and plain names are not tried."""
 
 from typing import Any
 
@@ -44,7 +42,7 @@ def test_an_expression_that_never_ends_is_refused_by_its_field(
     ],
     ids=["nothing", "honest", "no expression", "other kinds"],
 )
-def test_what_ends_is_left_to_those_who_use_it(config: dict[str, Any]) -> None:
+def test_expressions_that_end_are_accepted(config: dict[str, Any]) -> None:
     require_expressions_that_end(config, MODULES)
 
 

@@ -1,6 +1,4 @@
-"""Adapters that hold an embedding under several names, or one that nobody trained, as PEFT saves them for added tokens."""
-
-from __future__ import annotations
+"""Adapters can hold an embedding under several names, or an untrained one, as PEFT saves them for added tokens."""
 
 import json
 from pathlib import Path
@@ -13,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.weights.errors import AdapterTensorDuplicateError
+from finetune_trainer.weights.errors import AdapterTensorError
 from finetune_trainer.weights.headers import ADAPTER_FILE
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -22,7 +20,7 @@ INPUT, OUTPUT = "base_model.model.model.embed_tokens", "base_model.model.lm_head
 
 
 def saved_with_embeddings(directory: Path, config: PreTrainedConfig, trained: set[str], **settings: Any) -> tuple[Path, Path]:
-    """A base, and an adapter of it with save_embedding_layers. trained: parts of the names of what differs from the base."""
+    """Save a base and an adapter with save_embedding_layers. trained: parts of the names of tensors that differ from the base."""
     base = tiny.save_base(directory / "base", config, torch.float32)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(target_modules=["q_proj"], r=4, **settings))
     torch.manual_seed(5)
@@ -44,20 +42,20 @@ def test_an_embedding_under_three_names_is_merged_once(tmp_path: Path) -> None:
     names = set(load_file(adapter / ADAPTER_FILE))
     for module in (INPUT, OUTPUT):
         assert {f"{module}.weight", f"{module}.modules_to_save.weight", f"{module}.original_module.weight"} <= names
-    found, expected = merged(base, adapter), tiny.peft_merged(base, adapter)
-    assert found.keys() == expected.keys()
-    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+    values, expected = merged(base, adapter), tiny.peft_merged(base, adapter)
+    assert values.keys() == expected.keys()
+    assert [name for name in values if not torch.equal(values[name], expected[name])] == []
     stored = load_file(base / "model.safetensors")
-    assert not torch.equal(found["lm_head.weight"], stored["lm_head.weight"])
-    assert not torch.equal(found["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
+    assert not torch.equal(values["lm_head.weight"], stored["lm_head.weight"])
+    assert not torch.equal(values["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
 
 
 def test_a_plain_name_is_not_needed(tmp_path: Path) -> None:
     base, adapter = saved_with_embeddings(tmp_path, tiny.llama(), {"modules_to_save"}, modules_to_save=EMBEDDINGS)
     tensors = load_file(adapter / ADAPTER_FILE)
-    wanted = tensors.pop(f"{INPUT}.weight")
+    expected = tensors.pop(f"{INPUT}.weight")
     save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-    assert torch.equal(merged(base, adapter)["model.embed_tokens.weight"], wanted)
+    assert torch.equal(merged(base, adapter)["model.embed_tokens.weight"], expected)
 
 
 @pytest.mark.parametrize("module", [INPUT, OUTPUT])
@@ -66,7 +64,7 @@ def test_copies_that_differ_are_refused_by_both_names(tmp_path: Path, module: st
     tensors = load_file(adapter / ADAPTER_FILE)
     tensors[f"{module}.modules_to_save.weight"][3, 1] += 1
     save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-    with pytest.raises(AdapterTensorDuplicateError, match=rf"{module}\.weight and {module}\.modules_to_save\.weight"):
+    with pytest.raises(AdapterTensorError, match=rf"{module}\.weight and {module}\.modules_to_save\.weight"):
         merged(base, adapter)
 
 
@@ -78,32 +76,23 @@ def test_a_tied_base_whose_embedding_nobody_trained_stays_tied_and_does_not_grow
     if removed is not None:
         del tensors[removed]
         save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-    found = merged(base, adapter)
+    values = merged(base, adapter)
     stored = load_file(base / "model.safetensors")
-    assert found.keys() == stored.keys()
-    assert torch.equal(found["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
+    assert values.keys() == stored.keys()
+    assert torch.equal(values["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
     assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is True
-    assert not torch.equal(found["model.layers.0.self_attn.q_proj.weight"], stored["model.layers.0.self_attn.q_proj.weight"])
+    assert not torch.equal(values["model.layers.0.self_attn.q_proj.weight"], stored["model.layers.0.self_attn.q_proj.weight"])
 
 
-def test_a_tied_base_that_was_trained_as_one_stays_tied(tmp_path: Path) -> None:
+@pytest.mark.parametrize("trained", [(INPUT, OUTPUT), (OUTPUT,)], ids=["both alike", "one side"])
+def test_a_tied_base_is_written_apart_only_if_its_sides_were_trained_apart(trained: tuple[str, ...], tmp_path: Path) -> None:
     base, adapter = saved_with_embeddings(tmp_path, tiny.qwen2(), {"lora_"})
     tensors = load_file(adapter / ADAPTER_FILE)
-    for module in (INPUT, OUTPUT):
-        tensors[f"{module}.weight"][7] += 1
+    for module in trained:
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"] + 1
     save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-    found = merged(base, adapter)
-    assert "lm_head.weight" not in found
-    assert torch.equal(found["model.embed_tokens.weight"], tensors[f"{INPUT}.weight"])
-
-
-def test_a_tied_base_of_which_one_side_was_trained_is_written_apart(tmp_path: Path) -> None:
-    base, adapter = saved_with_embeddings(tmp_path, tiny.qwen2(), {"lora_"})
-    tensors = load_file(adapter / ADAPTER_FILE)
-    tensors[f"{OUTPUT}.weight"] = tensors[f"{OUTPUT}.weight"] + 1
-    save_file(tensors, adapter / ADAPTER_FILE, {"format": "pt"})
-    found = merged(base, adapter)
-    stored = load_file(base / "model.safetensors")
-    assert torch.equal(found["lm_head.weight"], tensors[f"{OUTPUT}.weight"])
-    assert torch.equal(found["model.embed_tokens.weight"], stored["model.embed_tokens.weight"])
-    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is False
+    values = merged(base, adapter)
+    assert torch.equal(values["model.embed_tokens.weight"], tensors[f"{INPUT}.weight"])
+    assert ("lm_head.weight" in values) is (INPUT not in trained)
+    assert torch.equal(values.get("lm_head.weight", values["model.embed_tokens.weight"]), tensors[f"{OUTPUT}.weight"])
+    assert json.loads((tmp_path / "merged/config.json").read_text())["tie_word_embeddings"] is (INPUT in trained)

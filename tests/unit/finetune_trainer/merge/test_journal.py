@@ -1,7 +1,4 @@
-"""Of a damaged journal every line before the damage counts and none after it, whatever byte was hit. What a merge makes of it
-is in test_journal_interrupted_merge.py."""
-
-from __future__ import annotations
+"""Lines of a damaged journal count up to the damage, whatever byte is damaged."""
 
 from pathlib import Path
 

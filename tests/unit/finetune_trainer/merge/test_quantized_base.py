@@ -1,6 +1,4 @@
-"""A merge into what a QLoRA training saw of the base."""
-
-from __future__ import annotations
+"""A merge can add an adapter to the dequantized weights that its QLoRA training used."""
 
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def quantization(load: str = "bfloat16", compute: str = "bfloat16", kind: str = 
 
 
 def llama(*, tied: bool = False) -> PreTrainedConfig:
-    """Rows of a multiple of 64 values: with others, bitsandbytes' own layers on a CPU unpack wrong values."""
+    """Return a configuration whose rows have a multiple of 64 values; bitsandbytes' layers on a CPU unpack others wrongly."""
     config = tiny.llama(tie_word_embeddings=tied)
     config.update({"hidden_size": 128, "intermediate_size": 640, "head_dim": 32})
     return config
@@ -39,7 +37,7 @@ def gpt2() -> PreTrainedConfig:
 
 
 def packed_model(base: Path, double: bool = True) -> torch.nn.Module:
-    """As the trainer loads it."""
+    """Load a base as the trainer does."""
     config = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -52,7 +50,7 @@ def packed_model(base: Path, double: bool = True) -> torch.nn.Module:
 
 
 def seen_by_the_adapter(base: Path, directory: Path) -> Path:
-    """A copy of the base with the weights that the packed model's layers multiply with."""
+    """Save a copy of the base with the weights by which the layers of the packed model multiply."""
     tensors = load_file(base / "model.safetensors")
     for name, module in packed_model(base).named_modules():
         if isinstance(module, Linear4bit):
@@ -107,11 +105,11 @@ def test_a_dequantized_merge_is_pefts_merge_into_what_the_adapter_saw(
 def test_the_weights_that_transformers_packs_are_known(config: PreTrainedConfig, tmp_path: Path) -> None:
     base = tiny.save_base(tmp_path / "base", config, torch.bfloat16)
     with torch.device("meta"):
-        found = quantized_parameters(AutoModelForCausalLM.from_config(config))
+        quantized = quantized_parameters(AutoModelForCausalLM.from_config(config))
     packed = {f"{name}.weight" for name, module in packed_model(base).named_modules() if isinstance(module, Linear4bit)}
-    assert set(found) == packed
-    assert "lm_head.weight" not in found
-    assert set(found.values()) == {config.model_type == "gpt2"}
+    assert set(quantized) == packed
+    assert "lm_head.weight" not in quantized
+    assert set(quantized.values()) == {config.model_type == "gpt2"}
 
 
 def test_what_a_plan_leaves_open_is_the_loaded_type() -> None:

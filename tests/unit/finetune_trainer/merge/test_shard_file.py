@@ -1,6 +1,4 @@
-"""A shard file is written in place, to its end, and what an earlier merge wrote is taken up only if its hash is right."""
-
-from __future__ import annotations
+"""A shard file is written in place, and bytes of an earlier merge are kept only if their hash is right."""
 
 import errno
 import hashlib
@@ -14,14 +12,15 @@ import pytest
 
 from finetune_trainer.merge.journal import Durable
 from finetune_trainer.merge.shard_file import PAGE_BYTES, ShardFile
+from finetune_trainer.weights.errors import StorageError
 
 HEADER = b"head"
 CONTENT = HEADER + bytes(range(256)) * 40
-"""More than two pages."""
+"""This content has more than two pages."""
 
 
 def append(file: ShardFile, first: int, last: int) -> None:
-    """CONTENT[first:last], at an address as the merge's workspaces have it."""
+    """Append CONTENT[first:last], aligned as in the merge's workspaces."""
     lead = first % PAGE_BYTES
     pages = memoryview(mmap.mmap(-1, lead + last - first))
     pages[lead:] = CONTENT[first:last]
@@ -29,7 +28,7 @@ def append(file: ShardFile, first: int, last: int) -> None:
 
 
 def refuse_direct_writes(monkeypatch: pytest.MonkeyPatch, at: str) -> None:
-    """A file system that refuses them when a file is opened, as tmpfs did, or only at a write."""
+    """Refuse direct writes when a file is opened, as tmpfs did, or only at a write."""
     pwrite, open_file = os.pwrite, os.open
     direct: set[int] = set()
 
@@ -63,9 +62,8 @@ def test_what_is_appended_gives_the_file(
     for first, last in itertools.pairwise([len(HEADER), *ends]):
         append(file, first, last)
         assert path.read_bytes()[: last // PAGE_BYTES * PAGE_BYTES] == CONTENT[: last // PAGE_BYTES * PAGE_BYTES]
-        file.flush()
+        file.sync()
         assert path.read_bytes()[:last] == CONTENT[:last]
-    file.sync()
     file.close()
     assert path.read_bytes() == CONTENT
 
@@ -78,7 +76,7 @@ def test_bytes_after_the_last_page_wait_for_those_that_follow(tmp_path: Path) ->
     with pytest.raises(ValueError, match="append at 5001, but the last one ended at 5000"):
         append(file, 5001, 6000)
     append(file, 5000, len(CONTENT))
-    file.flush()
+    file.sync()
     file.close()
     assert path.read_bytes() == CONTENT
 
@@ -92,7 +90,7 @@ def test_bytes_of_an_earlier_merge_are_taken_up(tmp_path: Path) -> None:
     assert file.digest.hexdigest() == hashlib.sha256(CONTENT).hexdigest()
     os.truncate(path, 4096)  # what follows is written with the bytes that were read again
     append(file, 5000, len(CONTENT))
-    file.flush()
+    file.sync()
     assert path.read_bytes() == CONTENT
     file.close()
 
@@ -111,3 +109,16 @@ def test_other_bytes_than_the_journal_says_are_made_again(tmp_path: Path, harm: 
     assert (file.num_done, file.is_resumed) == (len(HEADER), False)
     assert path.read_bytes() == HEADER + bytes(len(CONTENT) - len(HEADER))
     assert not path.is_symlink()
+
+
+def test_after_a_failed_sync_nothing_is_appended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record of later bytes would also cover those that the failed sync may have lost."""
+    file = ShardFile(tmp_path / "shard", len(CONTENT), HEADER)
+    append(file, len(HEADER), 5000)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "lost")))
+        with pytest.raises(StorageError, match="lost"):
+            file.sync()
+    with pytest.raises(ValueError, match="the last one ended at"):
+        append(file, 5000, len(CONTENT))
+    file.close()

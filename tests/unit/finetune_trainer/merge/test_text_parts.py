@@ -1,4 +1,4 @@
-"""Of a model of images and text the text part is trained, and the merged model is the whole one again, of its own class."""
+"""The text part of a model of images and text is trained, and the merged model is the whole model, of its own class."""
 
 from pathlib import Path
 from typing import Any
@@ -10,56 +10,10 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
+from tests.support.cases import table
 from tests.unit.finetune_trainer.merge import moe, tiny
 
-TEXT: dict[str, Any] = {
-    "vocab_size": 264, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "bos_token_id": 257, "eos_token_id": 256, "pad_token_id": 256,
-}  # fmt: skip
-VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28}
-TOKENS = {"image_token_id": 262, "video_token_id": 261, "vision_start_token_id": 260, "vision_end_token_id": 259}
-ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2]}
-LINEAR_ATTENTION = {
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "rope_parameters": ROTARY,
-}  # fmt: skip
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    # Trained by the class of the whole.
-    "gemma3": (
-        "Gemma3ForConditionalGeneration",
-        {"text_config": TEXT, "vision_config": VISION | {"patch_size": 14}, "mm_tokens_per_image": 4, "image_token_index": 262},
-    ),
-    # Trained by a class of text alone, whose names lack a prefix of the file's.
-    "llama4": (
-        "Llama4ForConditionalGeneration",
-        {
-            "text_config": TEXT | {"intermediate_size_mlp": 96, "num_local_experts": 4},
-            "vision_config": VISION
-            | {"patch_size": 14, "vision_output_dim": 64, "projector_input_dim": 64, "projector_output_dim": 64},
-        },
-    ),
-    "mllama": (
-        "MllamaForConditionalGeneration",
-        {
-            "text_config": TEXT | {"cross_attention_layers": [1]},
-            "vision_config": {
-                **VISION, "attention_heads": 2, "num_global_layers": 1, "vision_output_dim": 64, "max_num_tiles": 2,
-                "intermediate_layers_indices": [1], "supported_aspect_ratios": [[1, 1], [1, 2]],
-            },
-        },
-    ),
-    # Whose names lack one from the middle.
-    "qwen3_5": (
-        "Qwen3_5ForConditionalGeneration",
-        {
-            "text_config": TEXT | LINEAR_ATTENTION,
-            "vision_config": {
-                "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-            },
-            **TOKENS,
-        },
-    ),
-}  # fmt: skip
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = table(__file__, "CONFIGS")  # fmt: skip
 LORA = LoraConfig(r=4, target_modules=["down_proj", "o_proj"], layers_to_transform=[0, 2], task_type="CAUSAL_LM")
 
 

@@ -1,6 +1,4 @@
-"""Buffers that several threads share."""
-
-from __future__ import annotations
+"""Several threads share the buffers of a merge."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,11 +11,11 @@ A_MOMENT, SECONDS = 0.05, 30
 
 
 def waiting(pool: ThreadPoolExecutor, function: Callable[[], Workspace | None]) -> Future[Workspace | None]:
-    """In another thread, which waits for something."""
-    found = pool.submit(function)
+    """Run a function in another thread, and check that it waits."""
+    future = pool.submit(function)
     with pytest.raises(TimeoutError):
-        found.result(A_MOMENT)
-    return found
+        future.result(A_MOMENT)
+    return future
 
 
 def test_a_buffer_is_waited_for_only_by_those_that_ask_to_wait() -> None:
@@ -31,7 +29,7 @@ def test_a_buffer_is_waited_for_only_by_those_that_ask_to_wait() -> None:
         assert later.result(SECONDS) is taken
 
 
-def test_who_is_alone_waits_for_all_buffers_and_the_others_get_none_meanwhile() -> None:
+def test_exclusive_use_waits_for_all_buffers_and_other_threads_get_none_meanwhile() -> None:
     workspaces = Workspaces(2)
     first = workspaces.take(wait=False)
     assert first is not None
@@ -52,7 +50,7 @@ def test_who_is_alone_waits_for_all_buffers_and_the_others_get_none_meanwhile() 
         assert small.result() is not None
 
 
-def test_all_that_wait_are_told_that_another_shard_has_failed() -> None:
+def test_all_waiting_threads_end_if_another_shard_has_failed() -> None:
     workspaces = Workspaces(1)
     assert workspaces.take(wait=False) is not None
 
@@ -61,11 +59,11 @@ def test_all_that_wait_are_told_that_another_shard_has_failed() -> None:
             return workspace
 
     with ThreadPoolExecutor(2) as pool:
-        found = [waiting(pool, alone), waiting(pool, lambda: workspaces.take(wait=True))]
+        futures = [waiting(pool, alone), waiting(pool, lambda: workspaces.take(wait=True))]
         workspaces.stop()
-        for each in found:
+        for future in futures:
             with pytest.raises(OtherShardFailedError):
-                each.result(SECONDS)
+                future.result(SECONDS)
     with pytest.raises(OtherShardFailedError):
         workspaces.take(wait=False)
 

@@ -1,6 +1,5 @@
-"""Files: broken inputs are refused, outputs appear whole or not at all, memory stays bounded whatever the model's size."""
+"""Broken inputs are refused, outputs are complete or absent, and memory is bounded whatever the model's size."""
 
-import errno
 import hashlib
 import json
 import os
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from bench.merge.model import write_adapter, write_base
 from finetune_trainer.files import FileDigests
-from finetune_trainer.merge import stream
-from finetune_trainer.merge.journal import Durable
-from finetune_trainer.merge.journal_writer import JournalWriter
+from finetune_trainer.merge.chunks import RowChunk
+from finetune_trainer.merge.journal import Durable, Journal
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan
 from finetune_trainer.merge.shard_file import ShardFile
@@ -59,7 +56,7 @@ def test_a_missing_shard_is_refused_before_anything_is_written(pair: tuple[Path,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
-def test_weights_that_no_index_names_are_left_out_and_said(
+def test_weights_that_the_index_does_not_name_are_left_out_and_reported(
     pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     base = shutil.copytree(pair[0], tmp_path / "base")
@@ -67,7 +64,7 @@ def test_weights_that_no_index_names_are_left_out_and_said(
     report = merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
     assert report.left_out == ("vision.safetensors",)
     assert merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB)).left_out == ("vision.safetensors",)
-    assert f"{base}: not in the merged model, because they are no part of the base: vision.safetensors" in caplog.messages
+    assert f"{base}: not in the merged model, because they are not part of the base: vision.safetensors" in caplog.messages
 
 
 def test_a_file_with_more_layers_that_no_index_names_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -142,7 +139,7 @@ def test_a_second_merge_finds_the_first_and_another_is_refused(pair: tuple[Path,
 def test_a_foreign_directory_is_never_overwritten(pair: tuple[Path, Path], tmp_path: Path) -> None:
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "thesis.txt").write_text("mine")
-    with pytest.raises(errors.OutputExistsError, match="not a merged model of ours"):
+    with pytest.raises(errors.OutputExistsError, match="was not written by a merge"):
         merge_adapter(options(pair, tmp_path / "merged"))
     with pytest.raises(errors.MergeError, match="the base directory itself"):
         merge_adapter(options(pair, pair[0]))
@@ -162,22 +159,6 @@ def test_an_adapter_that_diverged_leaves_no_output(pair: tuple[Path, Path], tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
 
 
-def test_a_file_system_without_direct_writes_gives_the_same_bytes(
-    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = os.open
-
-    def refuse(path: Path, flags: int, mode: int = 0o777, **named: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, mode, **named)
-
-    direct = merge_adapter(options(pair, tmp_path / "direct"))
-    monkeypatch.setattr(os, "open", refuse)
-    cached = merge_adapter(options(pair, tmp_path / "cached"))
-    assert direct.sha256 == cached.sha256
-
-
 @pytest.mark.parametrize("is_large", [False, True])
 def test_shards_are_filled_and_hashed_at_a_time_with_the_same_bytes(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_large: bool
@@ -189,20 +170,20 @@ def test_shards_are_filled_and_hashed_at_a_time_with_the_same_bytes(
     one_by_one = merge_adapter(of_shards(tmp_path / "one-by-one")).sha256
     assert sum(name.endswith(".safetensors") for name in one_by_one) > 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    hashing = threading.Barrier(4)
+    writing = threading.Barrier(4)
     seen: set[str] = set()
-    original = JournalWriter.note
+    original = Journal.record
 
-    def note(self: JournalWriter, file: ShardFile, written: Durable) -> None:
-        if len(seen) < 4:  # the first four wait for each other: one after another they never would end
-            seen.add(file.path.name)
-            hashing.wait(timeout=30)
-        original(self, file, written)
+    def record(self: Journal, file_name: str, durable: Durable) -> None:
+        if len(seen) < 4:  # the first four wait for each other, which would never end if one was filled after the other
+            seen.add(file_name)
+            writing.wait(timeout=30)
+        original(self, file_name, durable)
 
     if is_large:  # each chunk waits until it is alone in memory
-        monkeypatch.setattr(stream, "CHUNK_BYTES", 64)
+        monkeypatch.setattr(RowChunk, "is_large", True)
     else:
-        monkeypatch.setattr(JournalWriter, "note", note)
+        monkeypatch.setattr(Journal, "record", record)
     assert merge_adapter(of_shards(tmp_path / "together")).sha256 == one_by_one
 
 
@@ -227,11 +208,7 @@ from pathlib import Path
 import torch
 from bench.merge.contender import peak_resident_bytes
 before = peak_resident_bytes()
-from finetune_trainer.merge.journal import Durable
-from finetune_trainer.merge.journal_writer import JournalWriter
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.merge.plan import MergePlan
-from finetune_trainer.merge.writer import OutputDirectory
 base, adapter, output = map(Path, sys.argv[1:])
 merge_adapter(MergeOptions(base, (adapter,), output, None, 5_000_000_000))
 print(peak_resident_bytes() - before)
@@ -293,8 +270,8 @@ def test_a_link_that_is_turned_while_the_merge_runs_is_not_followed(
     monkeypatch.setattr(OutputDirectory, "open_shards", turned)
     with pytest.raises(errors.StorageError, match="is a link to"):
         merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
-    found = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"secret"]
-    assert sorted(found) == ["secret", "tokenizer.json"]
+    copies = [path.name for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"secret"]
+    assert sorted(copies) == ["secret", "tokenizer.json"]
 
 
 def test_settings_that_are_no_json_are_not_copied(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -302,3 +279,31 @@ def test_settings_that_are_no_json_are_not_copied(pair: tuple[Path, Path], tmp_p
     (base / "generation_config.json").write_text('{"temperature": NaN}')
     with pytest.raises(errors.BrokenCheckpointError, match=r"generation_config.json: is not JSON \(NaN is not a value"):
         merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+
+
+def test_what_a_base_has_besides_its_weights_comes_along(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    base = shutil.copytree(pair[0], tmp_path / "base")
+    # What such a list looks like is not known, so it is copied as it is.
+    (base / "modules.json").write_text("[1, NaN,]")
+    (base / "video_preprocessor_config.json").write_text("{}")
+    (base / "report.json").write_text("{}")
+    (base / "modeling_tiny.py").write_text("")
+    merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
+    present = {path.name for path in (tmp_path / "merged").iterdir()}
+    assert {"modules.json", "video_preprocessor_config.json"} <= present
+    assert present.isdisjoint({"report.json", "modeling_tiny.py", "pytorch_model.bin"})
+    assert (tmp_path / "merged" / "modules.json").read_text() == "[1, NaN,]"
+
+
+@pytest.mark.parametrize(("excess", "chosen"), [(0, "adapter"), (1, "base")])
+def test_a_tokenizer_with_tokens_beyond_the_embeddings_is_not_copied(
+    pair: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, excess: int, chosen: str
+) -> None:
+    """A padding token that a program has added to the tokenizer alone has no row, and the model would fail on it."""
+    adapter = shutil.copytree(pair[1], tmp_path / "adapter")
+    last = json.loads((pair[0] / "config.json").read_text())["vocab_size"] - 1 + excess
+    (adapter / "tokenizer.json").write_text(json.dumps({"added_tokens": [{"id": last, "content": "[PAD]"}]}))
+    (adapter / "tokenizer_config.json").write_text('{"from": "adapter"}')
+    merge_adapter(MergeOptions(pair[0], (adapter,), tmp_path / "merged", None, GIB))
+    assert json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()) == {"from": chosen}
+    assert ("it would fail on the others" in caplog.text) is bool(excess)

@@ -3,8 +3,6 @@
 Plain gradient descent, so that no difference hides behind Adam's division. One gang goes through many cases.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -47,6 +45,21 @@ class AdapterCase:
         training = {"globalBatchSize": 4, "seed": SEED}
         spec = tiny_spec(training=training, parallelism={"processesPerNode": 2, "fsdp": self.fsdp}, merge={"enabled": False})
         return plan_of({**spec, "method": self.method})
+
+    def config(self) -> LoraConfig:
+        """The same adapter for PEFT alone."""
+        lora = self.method["lora"]
+        return LoraConfig(
+            task_type="CAUSAL_LM",
+            r=lora["r"],
+            lora_alpha=2 * lora["r"],
+            use_dora=self.method["type"] == "DoRA",
+            target_modules=lora.get("targetModules", [] if "targetParameters" in lora else "all-linear"),
+            target_parameters=lora.get("targetParameters"),
+            modules_to_save=lora.get("modulesToSave"),
+            trainable_token_indices=lora.get("trainableTokenIndices"),
+            bias=lora.get("bias", "none"),
+        )
 
 
 @dataclass(frozen=True)
@@ -102,10 +115,10 @@ def _joined(ranks: Sequence[Any]) -> Trained:
     return Trained(gradients, whole([final for _, final in ranks]), shapes)
 
 
-def train_plainly(base: nn.Module, config: LoraConfig) -> tuple[PeftModel, Trained]:
-    """`base` with an adapter, in this process: nothing of the trainer."""
+def train_plainly(base: nn.Module, case: AdapterCase) -> tuple[PeftModel, Trained]:
+    """`base` with the adapter of a case, in this process: nothing of the trainer."""
     torch.manual_seed(SEED)
-    model = get_peft_model(base, config).train()  # type: ignore[arg-type]
+    model = get_peft_model(base, case.config()).train()  # type: ignore[arg-type]
     assert isinstance(model, PeftModel)
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     optimizer = torch.optim.SGD(trained.values(), lr=RATE)

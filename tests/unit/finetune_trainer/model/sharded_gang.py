@@ -1,7 +1,5 @@
 """Ranks that build a sharded model of one specification, and the losses and gradients that they find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Activation checkpointing: equal gradients, and what is kept is what was computed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,10 +3,7 @@
 One gang of one rank and one of two go through all methods, because building a gang costs more than training the tiny model.
 """
 
-from __future__ import annotations
-
 import json
-import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -26,10 +23,10 @@ from finetune_trainer.model import sharded
 from finetune_trainer.model.adapters import adapter_settings, fixed_tensors, stored_names
 from finetune_trainer.model.sharded import TrainedModel
 from finetune_trainer.ranks.gang import joined
-from tests.support.forked_ranks import Fault, run_gang, run_processes, trained_files
+from tests.support.forked_ranks import run_processes
 from tests.support.method_settings import SETTINGS
 from tests.support.small_gang import Unchanged, documents, whole
-from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 STEPS = 2
 ALL = [kind.value for kind in supported(Family.OTHER)]
@@ -153,19 +150,6 @@ def test_two_ranks_end_on_the_weights_of_one(alone: Path, pair: Path, method: st
     assert set(found) == set(expected)
     for name, values in expected.items():
         assert (found[name] - values).abs().max() <= 1e-5, name
-
-
-def test_a_killed_run_resumes_to_the_same_bytes_and_exports_its_fixed_tensors(tmp_path: Path) -> None:
-    """VeRA keeps random projections, which are not trained, next to what is."""
-    contexts = [run_context(tmp_path / name, spec("VeRA", 2)) for name in ("undisturbed", "killed")]
-    assert run_gang(contexts[0]) == [0, 0]
-    assert run_gang(contexts[1], [Fault("train.step:optimizer_step", call=4, rank=1)])[1] == -signal.SIGKILL
-    assert run_gang(contexts[1]) == [0, 0]
-    assert trained_files(contexts[1]) == trained_files(contexts[0])
-    loaded = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(contexts[0].base_model), contexts[0].workspace.adapter
-    )
-    assert [name for name, values in fixed_tensors(loaded).items() if not bool(values.ne(0).any())] == []
 
 
 def _step_in_bfloat16(base: Path, rank: int, store: str) -> None:

@@ -3,18 +3,17 @@
 On two ranks, against all of it in float32 in one process: what is left are the roundings of bfloat16.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.dtypes import resolve_dtypes
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama, write_tokenizer
 from tests.unit.finetune_trainer.model.adapted_gang import (
     AdapterCase,
@@ -27,19 +26,7 @@ from tests.unit.finetune_trainer.model.adapted_gang import (
 )
 from tests.unit.finetune_trainer.train.recorded_steps import distance
 
-FIRST = {"version": 1}
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "norms": ("llama", "LoRA", {"modulesToSave": ["input_layernorm", "norm"]}, {}),
-    "norms-fsdp1": ("llama", "LoRA", {"modulesToSave": ["input_layernorm", "norm"]}, FIRST),
-    "whole-mlp": ("llama", "LoRA", {"modulesToSave": ["mlp"], "targetModules": ["q_proj"]}, {}),
-    "both-ends": ("llama", "LoRA", {"modulesToSave": ["embed_tokens", "lm_head"]}, {}),
-    "both-ends-fsdp1": ("llama", "LoRA", {"modulesToSave": ["embed_tokens", "lm_head"]}, FIRST),
-    "dora": ("llama", "DoRA", {"modulesToSave": ["norm", "lm_head"]}, {}),
-    "dora-fsdp1": ("llama", "DoRA", {"modulesToSave": ["norm", "lm_head"]}, FIRST),
-    "embedding": ("biased", "LoRA", {"modulesToSave": ["wte"], "targetModules": ["c_attn"]}, {}),
-    "embedding-by-autocast": ("biased", "DoRA", {"modulesToSave": ["wte"], "targetModules": ["c_attn"]}, FIRST),
-    "biases": ("biased", "LoRA", {"bias": "all", "modulesToSave": ["ln_f"], "targetModules": ["c_attn"]}, {}),
-}
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = table(__file__, "CASES")
 ROUNDING = 2**-5
 """Relative L2 of a gradient through two layers of products with 8 bits each; 0.007 to 0.014 were measured."""
 
@@ -81,17 +68,7 @@ def test_gradients_and_merge_are_those_of_float32_within_16_bits(
     bases: dict[str, Path], found: dict[str, Trained], tmp_path: Path, name: str
 ) -> None:
     case = case_of(bases, name)
-    _, kind, lora, _ = CASES[name]
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        use_dora=kind == "DoRA",
-        target_modules=lora.get("targetModules", "all-linear"),
-        modules_to_save=lora["modulesToSave"],
-        bias=lora.get("bias", "none"),
-    )
-    _, expected = train_plainly(load(case.base).float(), config)
+    _, expected = train_plainly(load(case.base).float(), case)
     first = found[name].gradients[0]
     assert first.keys() == expected.gradients[0].keys()
     for parameter, gradient in expected.gradients[0].items():

@@ -1,7 +1,5 @@
 """Layers that are compiled: once for all of them and for every batch, and to the same losses and gradients."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -117,7 +115,7 @@ def test_the_launcher_of_the_image_is_what_triton_would_compile(
     cached = Path(build.compile_so_from_file(str(source), "cuda_utils", libraries=["libcuda.so.1"]))
     assert cached.is_relative_to(tmp_path)
     assert cached.read_bytes() == next(launcher.iterdir()).read_bytes()
-    with pytest.raises(ConfigError, match=r"spec.training.compile: Triton wants other compiled"):
+    with pytest.raises(ConfigError, match=r"spec.training.compile: Triton needs other in compiled form"):
         build.compile_so_from_src("int other;", "other")
 
 

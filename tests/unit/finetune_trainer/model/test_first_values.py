@@ -2,8 +2,6 @@
 adapter at the end.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import threading
@@ -170,29 +168,20 @@ def test_what_cannot_be_decomposed_is_refused(model: Path, settings: dict[str, A
         attach(base_of(model), plan_of(tiny_spec(method=lora("pissa", **settings))))
 
 
-FSDP1 = {"version": 1}
-RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "alone": ("pissa", {"useRslora": True, "rankPattern": {"down_proj": 2}, "alphaPattern": {"down_proj": 5}}, {}),
-    "fsdp2": ("olora", {"rankPattern": {"down_proj": 2}}, {}),
-    "fsdp1": ("pissa_niter_4", {}, FSDP1),
-    "packed": ("olora", {"modulesToSave": ["lm_head"]}, {}),
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "alone": ("pissa", {"useRslora": True, "rankPattern": {"down_proj": 2}, "alphaPattern": {"down_proj": 5}}),
+    "packed": ("olora", {"modulesToSave": ["lm_head"]}),
 }
+"""With FSDP 2 the values are packed, too; the sweep resumes such runs with unpacked ones."""
 
 
-@pytest.mark.parametrize(
-    # With FSDP 2 the values are packed, too; the sweep resumes such runs with unpacked ones.
-    "name",
-    [pytest.param(name, marks=pytest.mark.nightly if name == "fsdp2" else ()) for name in RUNS],
-)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_killed_run_ends_on_the_same_bytes_as_a_plain_lora(tmp_path: Path, name: str) -> None:
-    init, settings, fsdp = RUNS[name]
+    init, settings = RUNS[name]
     ranks = 1 if name == "alone" else 2
     method = {**lora(init, **settings), "type": "QLoRA" if name == "packed" else "LoRA"}
     spec = tiny_spec(
-        method=method,
-        training={"maxSteps": 4},
-        checkpoint={"everySteps": 1},
-        parallelism={"processesPerNode": ranks, "fsdp": fsdp},
+        method=method, training={"maxSteps": 4}, checkpoint={"everySteps": 1}, parallelism={"processesPerNode": ranks}
     )
     undisturbed, killed = run_context(tmp_path / "whole", spec), run_context(tmp_path / "killed", spec)
     assert run_gang(undisturbed) == [0] * ranks

@@ -1,7 +1,5 @@
 """What the element type of a base in memory means for adapters next to it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

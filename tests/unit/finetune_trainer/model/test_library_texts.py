@@ -1,7 +1,5 @@
 """Each text that is matched in an error of a library is a text that the library says."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A model of which each rank reads its own shards has the bytes of one loaded whole, and takes less memory."""
 
-from __future__ import annotations
-
 import json
 import resource
 from collections.abc import Callable, Iterator
@@ -19,43 +17,13 @@ from finetune_trainer.checkpoint.state import pieces
 from finetune_trainer.model import sharded
 from finetune_trainer.model.load_shards import base_name
 from finetune_trainer.ranks.gang import Gang, joined
+from tests.support.cases import table
 from tests.support.small_gang import Unchanged
 from tests.support.tiny_model import plan_of, write_tiny_llama
-from tests.unit.finetune_trainer.model.sharded_gang import FLAT, FULL, LORA_TIED, TOKENS, gang, spec_of
+from tests.unit.finetune_trainer.model.sharded_gang import TOKENS, gang, spec_of
 
-LORA = {"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}}
-DORA = {"type": "DoRA", "lora": {"r": 4}}
-
-
-def quantised(**settings: Any) -> dict[str, Any]:
-    return {"type": "QLoRA", "lora": {"r": 4}, "quantization": settings}
-
-
-QLORA = quantised()
-QDORA = {**QLORA, "type": "QDoRA"}
-# Magnitudes follow from the adapter's matrices, too, which PEFT attaches in the type of the products.
-QDORA_RANDOM = {
-    **quantised(quantStorage="uint8", doubleQuant=False, quantType="fp4", computeDtype="float16"),
-    "type": "QDoRA",
-    "lora": {"r": 4, "initLoraWeights": "Random"},
-}
-BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, torch.dtype, bool]] = {
-    "lora-fsdp2": (LORA, {}, 3, torch.bfloat16, False),
-    "dora-fsdp2-tied": (DORA, {}, 2, torch.bfloat16, True),
-    "full-fsdp2-tied": (FULL, {}, 3, torch.bfloat16, True),
-    "lora-fsdp1-tied": (LORA_TIED, FLAT, 2, torch.float32, True),
-    "dora-fsdp1": (DORA, {"version": 1}, 3, torch.float32, False),
-    "full-fsdp1": (FULL, {"version": 1}, 2, torch.bfloat16, False),
-    "qlora-fsdp2": (QLORA, {}, 3, torch.bfloat16, False),
-    "qlora-fsdp1-tied": (QLORA, {"version": 1}, 2, torch.float32, True),
-    "qlora-fsdp1-original": (QLORA, FLAT, 3, torch.bfloat16, False),
-    "qlora-bytes": (quantised(quantStorage="uint8", doubleQuant=False), {}, 2, torch.float16, False),
-    "qdora-fsdp2": (QDORA, {}, 3, torch.bfloat16, False),
-    "qdora-fsdp1-tied": (QDORA, {"version": 1}, 2, torch.float32, True),
-    "qdora-fsdp1-original": (QDORA, FLAT, 2, torch.float32, False),
-    "qdora-random": (QDORA_RANDOM, {}, 2, torch.bfloat16, False),
-    "qlora-fp4": (quantised(quantType="fp4", computeDtype="float32"), {}, 3, torch.float32, False),
-}
+QLORA = {"type": "QLoRA", "lora": {"r": 4}, "quantization": {}}
+BUILT: dict[str, tuple[dict[str, Any], dict[str, Any], int, str, bool]] = table(__file__, "BUILT")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +36,10 @@ def differences(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             if num_ranks == ranks:
                 # No multiple of a block's 64 values, and weights whose scales fill no block of 256.
                 sizes = {"hidden_size": 48, "intermediate_size": 80}
-                chosen[name] = spec_of(method, fsdp, ranks), write_tiny_llama(directory / name, dtype, tied, **sizes)
+                chosen[name] = (
+                    spec_of(method, fsdp, ranks),
+                    write_tiny_llama(directory / name, getattr(torch, dtype), tied, **sizes),
+                )
         (directory / str(ranks)).mkdir()
         gang(_build_all, ranks, directory / str(ranks), chosen)
     found: dict[str, str] = {}
@@ -164,7 +135,10 @@ def test_packed_layers_that_are_loaded_by_shards_are_fit_for_training(tmp_path: 
 def test_8_bits_are_not_loaded_by_shards(tmp_path: Path) -> None:
     """Nothing would pack them."""
     base = write_tiny_llama(tmp_path / "base")
-    assert sharded.unloaded_base_model(plan_of(spec_of(quantised(bits=8), {}, 1)), base, torch.device("cpu")) is None
+    assert (
+        sharded.unloaded_base_model(plan_of(spec_of({**QLORA, "quantization": {"bits": 8}}, {}, 1)), base, torch.device("cpu"))
+        is None
+    )
 
 
 def test_a_rank_needs_memory_for_its_shard_and_not_for_the_model(tmp_path: Path) -> None:

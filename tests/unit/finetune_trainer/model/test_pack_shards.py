@@ -1,7 +1,5 @@
 """A weight that is packed piece by piece, and sent as one tensor of bytes, is what bitsandbytes packs whole."""
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import replace
 from pathlib import Path

@@ -1,12 +1,10 @@
 """Models with frequencies of their own for long texts: each document is computed as alone, whatever stands next to it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Phi3Config, PhimoeConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Phi3Config, PhimoeConfig, PreTrainedConfig
 
 from finetune_trainer.data.batches import Batch
 from finetune_trainer.model.packed_documents import document_lengths
@@ -36,6 +34,11 @@ CONFIGS = [
         **SIZES,
         num_local_experts=2,
         rope_parameters={**ROPE, "original_max_position_embeddings": ORIGINAL, "short_mscale": 1.0, "long_mscale": 1.2},
+    ),
+    LlamaConfig(
+        **{**SIZES, "max_position_embeddings": ORIGINAL},
+        initializer_range=0.2,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1000.0},
     ),
 ]
 
@@ -89,6 +92,21 @@ def test_a_long_document_changes_nothing_of_a_short_one(model: Any, together: Ba
         NextToken().install(model)
     assert losses(model, together) == pytest.approx(alone, rel=1e-5)
     assert losses(model, batch(SHORT), batch(LONG)) == pytest.approx(alone, rel=1e-6)
+
+
+def test_each_length_has_frequencies_of_its_own_whatever_came_before() -> None:
+    config = CONFIGS[-1]
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    alone = []
+    for length in (20, 40):
+        fresh: Any = AutoModelForCausalLM.from_config(config).eval()
+        fresh.load_state_dict(model.state_dict())
+        alone.append(losses(fresh, batch(length)))
+    NextToken().install(model)
+    assert losses(model, batch(40)) == pytest.approx(alone[1], rel=1e-6)
+    assert losses(model, batch(20)) == pytest.approx(alone[0], rel=1e-6)
+    assert losses(model, batch(20, 40)) == pytest.approx(sum(alone), rel=1e-5)
 
 
 def test_lengths_of_documents() -> None:

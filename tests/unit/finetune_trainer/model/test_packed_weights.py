@@ -3,15 +3,12 @@
 Against a plain base that holds the unpacked values, which are computed here value by value from the packed ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import bitsandbytes.functional
 import pytest
 import torch
-from peft import LoraConfig
 from torch import nn
 
 from finetune_trainer.model.packed_weights import fix_cpu_unpacking, keep_biases
@@ -70,8 +67,7 @@ def test_gradients_are_those_of_unpacked_values(bases: dict[str, Path], found: d
         if isinstance(layer, nn.Linear) and path != "lm_head":
             code, nested = quantization.get("quantType", "nf4"), quantization.get("doubleQuant", True)
             layer.weight.data = unpacked(layer.weight.data, code, nested)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear")
-    _, expected = train_plainly(model, config)
+    _, expected = train_plainly(model, AdapterCase(bases[base], {"type": "LoRA", "lora": {"r": 4}}))
     for after in ("", "-evaluated"):
         for gradients, wanted in zip(found[f"{name}{after}"].gradients, expected.gradients, strict=True):
             assert gradients.keys() == wanted.keys()

@@ -1,7 +1,5 @@
 """The table of settings is that of the locked PEFT, and what it takes is what PEFT's classes declare."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,10 +1,9 @@
 """How the model is built changes nothing of what it is: loaded shard by shard, compiled, or recomputing its activations."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,11 @@ from tests.unit.finetune_trainer.model.sharded_gang import (
 )
 
 ATTENTION = "spec.model.attention"
+ORDER = (
+    *("load", "name frozen parameters", "attach adapters", "fuse adapters", "checkpoint activations", "read small tensors"),
+    *("start from first values", "install attention", "install objective", "check", "keep fixed tensors", "cast embeddings"),
+    *("compile", "choose packed layers", "shard", "fill shards"),
+)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +61,36 @@ def test_a_device_without_the_kernels_has_a_mask_unless_the_user_said_otherwise(
         return
     assert variable_length.is_installed(built()) is installed
     assert ("sdpa in place of varlen, because T4" in caplog.text) is not installed
+
+
+@pytest.mark.parametrize(
+    ("method", "left_out"),
+    [
+        ({"type": "LoRA", "lora": {"r": 4}}, {"name frozen parameters", "fuse adapters"}),
+        (FULL, {"attach adapters", "fuse adapters"}),
+        ({"type": "QLoRA", "lora": {"r": 4}}, {"name frozen parameters", "fuse adapters"}),
+    ],
+    ids=["lora", "full", "qlora"],
+)
+def test_the_steps_of_a_single_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], left_out: set[str]
+) -> None:
+    done: list[str] = []
+
+    def recorded(step: sharded.BuildStep) -> sharded.BuildStep:
+        def run(draft: sharded.Draft) -> None:
+            done.append(step.name)
+            step.run(draft)
+
+        return replace(step, run=run)
+
+    monkeypatch.setattr(sharded, "STEPS", tuple(map(recorded, sharded.STEPS)))
+    plan = plan_of(spec_of(method, {}, 1))
+    sharded.build(plan, write_tiny_llama(tmp_path / "base"), Gang(0, 1, 0, torch.device("cpu"), None), Unchanged())
+    # A single rank loads the base as a whole; no such job has first values, or varlen or a compiler without being asked.
+    left_out |= {"read small tensors", "choose packed layers", "fill shards"}
+    left_out |= {"start from first values", "install attention", "compile"}
+    assert done == [name for name in ORDER if name not in left_out]
 
 
 NEEDS_COMPILER = pytest.mark.skipif(

@@ -4,14 +4,12 @@ weight.
 On two ranks and loaded shard by shard, against transformers and PEFT in one process; then as PEFT loads it, and as it is merged.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, MixtralConfig
 
 from finetune_trainer.errors import ConfigError
@@ -19,8 +17,8 @@ from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.invariants import check_magnitudes, has_learnt
 from finetune_trainer.model.wrap_plan import unit_names
-from tests.support.forked_ranks import Fault, run_gang, trained_files
-from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama, write_tokenizer
+from tests.support.cases import table
+from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama, write_tokenizer
 from tests.unit.finetune_trainer.model.adapted_gang import (
     AdapterCase,
     Trained,
@@ -32,23 +30,7 @@ from tests.unit.finetune_trainer.model.adapted_gang import (
 )
 from tests.unit.finetune_trainer.train.recorded_steps import distance
 
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ORIGINAL = {"version": 1, "useOrigParams": True, "peftWrapPolicy": False}
-SMALL = {"autoWrapPolicy": "SIZE_BASED_WRAP", "minNumParams": 500}
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
-    "rows-fsdp2": ("untied", "LoRA", {"trainableTokenIndices": [3, 9, 44]}, {}),
-    "rows-tied-fsdp2": ("tied", "LoRA", {"trainableTokenIndices": [3, 9, 44]}, {}),
-    "rows-tied-fsdp1": ("tied", "LoRA", {"trainableTokenIndices": [3, 9, 44]}, {"version": 1}),
-    "rows-units-of-their-own": ("untied", "LoRA", {"trainableTokenIndices": [3, 9, 44]}, SMALL),
-    "experts-fsdp2": ("experts", "LoRA", {"targetParameters": EXPERTS}, {}),
-    "experts-and-layers": ("experts", "LoRA", {"targetParameters": EXPERTS, "targetModules": ["q_proj"]}, SMALL),
-    "head-saved-tied-fsdp2": ("tied", "LoRA", {"modulesToSave": ["lm_head"]}, {}),
-    "both-saved-tied-fsdp1": ("tied", "LoRA", {"modulesToSave": ["lm_head", "embed_tokens"]}, {"version": 1}),
-    "head-dora-tied": ("tied", "DoRA", {"targetModules": ["q_proj", "lm_head"]}, {}),
-    "dora-units-of-their-own": ("untied", "DoRA", {}, SMALL),
-    "embedding-adapted-units-of-their-own": ("untied", "LoRA", {"targetModules": ["embed_tokens", "lm_head"]}, SMALL),
-    "tied-units-of-their-own-fsdp1": ("tied", "LoRA", {}, SMALL | ORIGINAL),
-}
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = table(__file__, "CASES")
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +79,7 @@ def test_gradients_adapter_and_merge_are_those_of_peft_alone(
     bases: dict[str, Path], found: dict[str, Trained], tmp_path: Path, name: str
 ) -> None:
     case = case_of(bases, name)
-    _, kind, lora, _ = CASES[name]
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        use_dora=kind == "DoRA",
-        target_modules=lora.get("targetModules", [] if "targetParameters" in lora else "all-linear"),
-        target_parameters=lora.get("targetParameters"),
-        modules_to_save=lora.get("modulesToSave"),
-        trainable_token_indices=lora.get("trainableTokenIndices"),
-    )
-    plain, expected = train_plainly(load(case.base), config)
+    plain, expected = train_plainly(load(case.base), case)
     for gradients, wanted in zip(found[name].gradients, expected.gradients, strict=True):
         assert gradients.keys() == wanted.keys()
         for parameter, gradient in wanted.items():
@@ -118,17 +89,6 @@ def test_gradients_adapter_and_merge_are_those_of_peft_alone(
     assert torch.allclose(logits, logits_of(plain), atol=1e-5, rtol=0)
     merge_adapter(MergeOptions(case.base, (adapter,), tmp_path / "merged", None, 10**9))
     assert torch.allclose(logits_of(load(tmp_path / "merged")), logits, atol=1e-5, rtol=0)
-
-
-def test_a_killed_run_resumes_to_the_same_bytes(tmp_path: Path) -> None:
-    """Of parts that are trained in float32 next to a base of 16 bits."""
-    method = {"type": "LoRA", "lora": {"r": 4, "trainableTokenIndices": [3, 9, 44], "modulesToSave": ["norm", "lm_head"]}}
-    spec = tiny_spec(method=method, merge={"enabled": False}, model={"dtype": "bfloat16"})
-    contexts = [run_context(tmp_path / name, spec) for name in ("undisturbed", "killed")]
-    assert run_gang(contexts[0]) == [0, 0]
-    run_gang(contexts[1], [Fault("train.step:optimizer_step", call=4, rank=1)])
-    assert run_gang(contexts[1]) == [0, 0]
-    assert trained_files(contexts[1]) == trained_files(contexts[0])
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "q_proj"])
@@ -145,10 +105,7 @@ def test_an_adapter_that_learns_is_seen_wherever_its_zeros_stand(bases: dict[str
 
 @pytest.mark.parametrize(
     ("base", "kind", "named", "reason"),
-    [
-        ("tied", "LoRA", "Embedding", "shares a weight with"),
-        ("untied", "DoRA", "Linear", "reads its weights without calling it"),
-    ],
+    [("tied", "LoRA", "Embedding", "shares a weight with"), ("untied", "DoRA", "Linear", "weights without a call")],
 )
 def test_a_class_whose_modules_cannot_be_units_is_refused(
     bases: dict[str, Path], base: str, kind: str, named: str, reason: str

@@ -4,19 +4,16 @@ torch has no such kernel for a CPU: there a document at a time is computed. What
 come back through forward and backward, torch's own operator says on the meta device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune_job.api.training import ActivationCheckpointing
 from finetune_trainer.data.batches import PreparedSplit
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model import variable_length
-from finetune_trainer.model.activation_checkpointing import checkpoint_activations, is_kept
+from finetune_trainer.model.activation_checkpointing import is_kept
 from finetune_trainer.objective.next_token import NextToken
 from finetune_trainer.preflight.attention import measured_problem
 from tests.support.tiny_model import prepared_split
@@ -78,15 +75,6 @@ def test_losses_and_gradients_are_those_with_a_mask(kind: str) -> None:
         assert_same(step(model), masked)
     assert not variable_length.is_installed(model)
     assert measured_problem(model) == ""
-
-
-@pytest.mark.parametrize("kind", [ActivationCheckpointing.FULL, ActivationCheckpointing.SELECTIVE])
-def test_layers_that_are_computed_again_know_the_bounds(kind: ActivationCheckpointing) -> None:
-    model = model_of("llama")
-    variable_length.install(model)
-    kept = step(model)
-    checkpoint_activations(model, kind)
-    assert_same(step(model), kept)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 How the fetch role trusts it or does not: fetch/test_role_as_a_process.py.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 
@@ -48,5 +46,5 @@ def test_a_certificate_that_is_not_trusted_ends_the_role_at_once_with_the_fix(
     assert pause_seconds(RetryPolicy(), 1, refused.value.retry_after_seconds, 0.0) is None
 
 
-def test_what_else_fails_is_another_matter() -> None:
+def test_other_failures_are_not_about_certificates() -> None:
     assert untrusted_certificate(ConnectionRefusedError("no one listens")) is None

@@ -1,7 +1,5 @@
 """What failures of an object store mean, and how requests are made."""
 
-from __future__ import annotations
-
 import pytest
 from boto3.session import Session
 from botocore.exceptions import ClientError, EndpointConnectionError, IncompleteReadError, NoCredentialsError
@@ -28,7 +26,7 @@ def answer(status: int, code: str = "", **headers: str) -> ClientError:
         IncompleteReadError(actual_bytes=1, expected_bytes=2),
     ],
 )
-def test_what_may_pass_is_asked_for_again_and_names_no_address(error):
+def test_transient_failures_are_retried_and_name_no_address(error):
     with pytest.raises(TransientError) as caught:
         refusal(error)
     assert not {"signed", "store.example"} & set(str(caught.value).replace("?", " ").split())
@@ -51,7 +49,7 @@ def test_the_pause_is_the_one_that_the_store_asks_for():
         (NoCredentialsError(), "NoCredentialsError", False, True),
     ],
 )
-def test_what_is_final_is_told_in_a_word(error, shown, is_full, lacks_credentials):
+def test_a_final_answer_has_a_short_name(error, shown, is_full, lacks_credentials):
     refused = refusal(error)
     assert (str(refused), refused.is_full, refused.lacks_credentials) == (shown, is_full, lacks_credentials)
 

@@ -1,14 +1,11 @@
 """Pauses between tries: they double, follow the server, and end early."""
 
-from __future__ import annotations
-
+import signal
 import threading
 
 import pytest
 
-from finetune_trainer.fetch.source import (
-    source_unavailable,
-)
+from finetune_trainer.fetch.source import source_unavailable
 from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError, pause_seconds
 
 
@@ -25,3 +22,21 @@ def test_a_pause_ends_when_another_file_has_failed():
     stop.set()
     with pytest.raises(StoppedError):
         Retries("x", RetryPolicy(first_seconds=1000), stop, source_unavailable).failed(TransientError("y"))
+
+
+class EventWithLock(threading.Event):
+    """An event in whose `wait` a signal would come at the worst moment."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        raise AssertionError("a handler of a signal that sets the event now waits forever")
+
+
+def test_a_signal_ends_a_pause_at_any_moment():
+    stop = EventWithLock()
+    before = signal.signal(signal.SIGALRM, lambda _number, _frame: stop.set())
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(StoppedError):
+            Retries("x", RetryPolicy(first_seconds=1000), stop, source_unavailable).failed(TransientError("y"))
+    finally:
+        signal.signal(signal.SIGALRM, before)

@@ -1,7 +1,5 @@
 """Loss and gradients of a few positions at a time are those of whole logits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

@@ -1,7 +1,5 @@
 """An output layer that returns the loss is the layer that it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The loss in the output layer against torch's own on whole logits, and a second objective through the same step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import (
-    AutoModelForCausalLM,
-)
+from transformers import AutoModelForCausalLM
 
 from finetune_trainer.data.batches import Batch, PreparedData, PreparedSplit
 from finetune_trainer.data.shards import SplitArrays

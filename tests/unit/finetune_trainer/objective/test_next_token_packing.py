@@ -4,8 +4,6 @@ float32 must agree within 1e-6, relative L2 per tensor. bfloat16 keeps 8 bits an
 on this model up to 9.5e-3 in a gradient; the bound stands at about twice that.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Event files: the bytes that TensorBoard's own writer makes (2.21 was asked once), and what one attempt leaves for the next."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import struct
@@ -16,10 +14,7 @@ from tensorboardX.record_writer import masked_crc32c
 
 from finetune_trainer.observe.event_files import TensorBoard
 
-OF_TENSORBOARD = {
-    "start": "09000000000000f83f10063a020801",
-    "scalar": "09000000000000f83f10ac022a0d0a0b0a046c6f7373150000003f",
-}
+OF_TENSORBOARD = {"start": "09000000000000f83f10063a020801", "scalar": "09000000000000f83f10ac022a0d0a0b0a046c6f7373150000003f"}
 
 
 def records(content: bytes) -> Iterator[bytes]:

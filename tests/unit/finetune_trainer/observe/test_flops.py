@@ -1,7 +1,5 @@
 """Operations of a step against counts by hand, from the published dimensions of real models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -57,36 +55,17 @@ def test_a_layer_that_is_trained_whole_beside_adapters_counts_once() -> None:
     assert cost.trained_matmul_parameters == adapters + 4096 * 128256
 
 
+SIZES = {"vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXTRAL = MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=8, num_experts_per_tok=2)
+QWEN = {"moe_intermediate_size": 32, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4}
+
+
 @pytest.mark.parametrize(
     ("config", "layer"),
     [
+        (MIXTRAL, 64 * 64 * 2 + 64 * 32 * 2 + 64 * 8 + 2 * 3 * 64 * 128),
         (
-            MixtralConfig(
-                vocab_size=1000,
-                hidden_size=64,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                num_local_experts=8,
-                num_experts_per_tok=2,
-            ),
-            64 * 64 * 2 + 64 * 32 * 2 + 64 * 8 + 2 * 3 * 64 * 128,
-        ),
-        (
-            Qwen3MoeConfig(
-                vocab_size=1000,
-                hidden_size=64,
-                moe_intermediate_size=32,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=32,
-                num_experts=16,
-                num_experts_per_tok=4,
-                decoder_sparse_step=1,
-                mlp_only_layers=[],
-            ),
+            Qwen3MoeConfig(**SIZES, **QWEN, decoder_sparse_step=1, mlp_only_layers=[]),
             64 * 128 * 2 + 64 * 64 * 2 + 64 * 16 + 4 * 3 * 64 * 32,
         ),
     ],

@@ -1,7 +1,5 @@
 """Where the time went: over attempts that end, die and lose steps, every second has exactly one cause."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What rank 0 answers, read with Prometheus' own parser over a real socket."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -79,7 +77,7 @@ def test_names_types_and_help_follow_prometheus_conventions(run_metrics: RunMetr
 
 
 def test_every_field_of_progress_is_a_metric() -> None:
-    assert set(GAUGES) == set(Progress.model_fields) - {"attempt"}
+    assert set(GAUGES) == set(Progress.model_fields) - {"attempt", "restarts"}
 
 
 def test_what_is_not_known_has_no_sample() -> None:
@@ -88,7 +86,7 @@ def test_what_is_not_known_has_no_sample() -> None:
     assert value(families, "finetune_training_step") == 0
 
 
-def test_badput_of_all_attempts_is_told_before_the_first_step(run_metrics: RunMetrics) -> None:
+def test_badput_of_all_attempts_is_known_before_the_first_step(run_metrics: RunMetrics) -> None:
     run_metrics.update(replace(TOTALS, goodput_totals=GoodputTotals(1.0, {Cause.BETWEEN_ATTEMPTS: 7.0})), step=6)
     assert value(scraped(run_metrics), "finetune_training_badput_seconds_total", cause="between_attempts") == 7
     assert run_metrics.progress.step == 6

@@ -1,7 +1,5 @@
 """What rank 0 writes while the loop runs, and that the other ranks write nothing."""
 
-from __future__ import annotations
-
 import json
 import time
 import urllib.request
@@ -17,14 +15,7 @@ import torch
 from finetune_trainer.checkpoint.manifest import RunState
 from finetune_trainer.json_lines import read_lines
 from finetune_trainer.observe.goodput import Activity
-from finetune_trainer.observe.observer import (
-    ObservedRun,
-    Observer,
-    Reporter,
-    StepDone,
-    calculated_tokens_per_second,
-    observing,
-)
+from finetune_trainer.observe.observer import ObservedRun, Observer, Reporter, StepDone, calculated_tokens_per_second, observing
 from finetune_trainer.observe.run_files import Stopwatch
 from finetune_trainer.observe.steps import StepResult
 from finetune_trainer.ranks.device_test import DeviceFigures

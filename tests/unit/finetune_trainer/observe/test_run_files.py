@@ -1,17 +1,19 @@
 """The history: what a resumed run keeps of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
+import pytest
+
 from finetune_trainer.json_lines import read_lines
-from finetune_trainer.observe.run_files import History, kept_lines
+from finetune_trainer.observe.run_files import History
 
 
-def test_history_keeps_lines_up_to_the_resumed_step() -> None:
-    text = '{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\nnoise\n[]\n{"ste'
-    assert kept_lines(text, 2) == [{"step": 0}, {"step": 1}, {"step": 2}]
-    assert kept_lines(text, 0) == [{"step": 0}]
+@pytest.mark.parametrize("resumed_step", [0, 2])
+def test_history_keeps_lines_up_to_the_resumed_step(tmp_path: Path, resumed_step: int) -> None:
+    path = tmp_path / "history.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\nnoise\n[]\n{"ste')
+    History(path, resumed_step).close()
+    assert path.read_text() == "".join(f'{{"step": {step}}}\n' for step in range(resumed_step + 1))
 
 
 def test_a_resumed_history_has_every_step_once(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """What rank 0 answers over HTTP."""
 
-from __future__ import annotations
-
 import json
 import urllib.error
 import urllib.request
@@ -10,17 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from finetune_job.progress import Progress
-from finetune_trainer.observe.metrics import GAUGES
 from finetune_trainer.observe.server import RunMetrics, serving
-
-FULL = Progress(
-    attempt=1,
-    step=5,
-    total_steps=10,
-    **{name: 0.25 for name in GAUGES if name not in ("step", "total_steps", "peak_memory_bytes", "checkpoint_step")},
-    peak_memory_bytes=2**30,
-    checkpoint_step=4,
-)
+from tests.unit.finetune_trainer.observe.test_metrics import FULL
 
 
 class Switch:

@@ -1,7 +1,5 @@
 """W&B and MLflow are told what they need, on the workspace unless the environment has a key. Their packages are played here."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

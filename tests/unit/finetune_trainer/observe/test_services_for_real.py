@@ -1,7 +1,5 @@
 """W&B and MLflow with their real packages, which neither the image nor this environment has: in a directory of their own."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import subprocess

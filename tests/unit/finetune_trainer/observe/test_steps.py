@@ -1,8 +1,6 @@
 """Pace of the latest steps."""
 
-from __future__ import annotations
-
-from finetune_trainer.observe.steps import PaceWindow, StepTiming, percentile, straggler_ratio
+from finetune_trainer.observe.steps import PaceWindow, StepTiming, straggler_ratio
 
 
 def test_the_window_forgets_old_steps() -> None:
@@ -23,9 +21,10 @@ def test_operations_are_unknown_where_those_of_a_step_are() -> None:
     assert window.add(StepTiming(1.0, 0.0, 1, 5.0)).flops_per_second is None
 
 
-def test_percentiles_are_values_that_occurred() -> None:
-    assert percentile([float(value) for value in range(100, 0, -1)], 0.95) == 95
-    assert percentile([7.0], 0.95) == 7
+def test_the_95th_percentile_is_a_value_that_occurred() -> None:
+    window = PaceWindow()
+    paces = [window.add(StepTiming(float(seconds), 0.0, 1, None)) for seconds in range(100, 0, -1)]
+    assert (paces[0].seconds_p95, paces[-1].seconds_p95) == (100, 95)
 
 
 def test_the_slowest_rank_is_compared_with_the_median_rank() -> None:

@@ -1,7 +1,5 @@
 """Trackers from outside: found by name, fed in order, and harmless whatever they do."""
 
-from __future__ import annotations
-
 import importlib
 import threading
 from collections.abc import Iterator, Mapping
@@ -83,13 +81,7 @@ def test_tensorboard_alone_by_default(tmp_path: Path) -> None:
 
 def test_a_tracker_hears_everything_in_order() -> None:
     run_through(["notebook"])
-    assert HEARD == [
-        ("start", RUN),
-        (0, {"loss": 0.0}),
-        (1, {"loss": 1.0}),
-        (2, {"loss": 2.0}),
-        ("finish", "Succeeded"),
-    ]
+    assert HEARD == [("start", RUN), (0, {"loss": 0.0}), (1, {"loss": 1.0}), (2, {"loss": 2.0}), ("finish", "Succeeded")]
 
 
 @pytest.mark.parametrize("name", ["breaking", "absent", "not-installed"])

@@ -181,13 +181,6 @@ def test_the_model_digest_changes_with_config_headers_and_sizes_only(context, mo
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_configuration_that_says_of_quantisation_that_there_is_none_is_accepted(context, model):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"quantization_config": None}))
-    result = run(context())
-    assert (result.outcome, result.findings) == (Outcome.SUCCEEDED, [])
-
-
 @pytest.mark.parametrize(
     ("dtype", "within", "beyond"),
     [

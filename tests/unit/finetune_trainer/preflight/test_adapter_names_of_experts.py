@@ -80,12 +80,6 @@ def test_names_that_would_exclude_linear_layers_alone_are_refused(models: Path) 
     assert "experts-not-excluded" not in findings(models, "deepseek_v3", excludeModules=["shared_experts.down_proj"])
 
 
-def test_layers_cannot_be_chosen_for_experts(models: Path) -> None:
-    found = findings(models, "qwen3_moe", targetModules=["o_proj", *MLP], layersToTransform=[1])
-    assert found["target-parameters-all-layers"].field == "spec.method.lora.layersToTransform"
-    assert findings(models, "qwen3_moe", targetModules=["o_proj"], layersToTransform=[1]) == {}
-
-
 @pytest.mark.parametrize("field", ["rankPattern", "alphaPattern"])
 def test_a_pattern_that_pefts_own_stands_before_is_refused(models: Path, field: str) -> None:
     (finding,) = findings(models, "mixtral", **{field: {".*proj": 3}}).values()

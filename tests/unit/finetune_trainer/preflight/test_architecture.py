@@ -83,13 +83,6 @@ def test_open_attention_is_one_that_the_architecture_has(tmp_path: Path, kind: s
     assert attention_of(made, load_config(made, directory)) == used
 
 
-def test_attention_that_the_architecture_lacks_is_refused(tmp_path: Path) -> None:
-    directory = declared(tmp_path / "model", "gpt_oss")
-    found = errors(plan({"type": "LoRA", "lora": Q}, model={"attention": "sdpa"}), directory)
-    assert found == {"attention-not-supported": "spec.model.attention"}
-    assert errors(plan({"type": "LoRA", "lora": Q}), directory) == {}
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"), [("gemma2", "no fused attention"), ("mamba", "no fused attention"), ("gpt2", "at random"), ("llama", "")]
 )
@@ -136,15 +129,6 @@ def test_a_hybrid_of_attention_alone_is_packed(tmp_path: Path, kinds: list[str],
     assert ("packing-leaks" in refused) <= bool(found)
 
 
-def test_activation_checkpointing_is_refused_where_the_architecture_has_none(tmp_path: Path) -> None:
-    directory = declared(tmp_path / "model", "gpt_neox_japanese")
-    targets = {"targetModules": ["query_key_value"]}
-    for kind in ("Full", "Selective"):
-        found = errors(plan({"type": "LoRA", "lora": targets}, training={"activationCheckpointing": kind}), directory)
-        assert found == {"activation-checkpointing-not-supported": "spec.training.activationCheckpointing"}
-    assert errors(plan({"type": "LoRA", "lora": targets}), directory) == {}
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_experts_that_peft_takes_for_linear_layers_need_version_2(tmp_path: Path, kind: str) -> None:
     directory = declared(tmp_path / "model", kind)
@@ -158,44 +142,11 @@ def test_experts_that_peft_takes_for_linear_layers_need_version_2(tmp_path: Path
     }
 
 
-@pytest.mark.parametrize(
-    ("method", "changes"),
-    [
-        ({"type": "LoRA", "lora": {"loraDropout": "0.05"}}, {"spec.method.lora.loraDropout": "0"}),
-        ({"type": "QLoRA", "lora": {"loraDropout": "0.05"}}, {"spec.method.lora.loraDropout": "0"}),
-        (
-            {"type": "DoRA", "lora": {"loraDropout": "0.05"}},
-            {"spec.method.type": "LoRA", "spec.method.lora.loraDropout": "0"},
-        ),
-    ],
-)
-def test_what_no_adapter_of_experts_can_is_mended_by_what_the_finding_says(
-    tmp_path: Path, method: dict[str, Any], changes: dict[str, str]
-) -> None:
-    directory = declared(tmp_path / "model", "mixtral")
-    _, findings = check_model(plan(method), directory)
-    (found,) = [finding for finding in findings if finding.severity == "error"]
-    assert {change.field: change.value for change in found.changes} == changes
-    assert all(f"{field}: {value}" in found.fix for field, value in changes.items())
-    fixed = {"type": changes.get("spec.method.type", method["type"]), "lora": {"loraDropout": "0"}}
-    assert errors(plan(fixed), directory) == {}
-
-
 def test_targets_that_peft_cannot_choose_are_asked_for(tmp_path: Path) -> None:
     directory = declared(tmp_path / "model", "olmo2")
     assert errors(plan({"type": "IA3"}), directory) == {"model-settings-conflict": "spec.method.settings.targetModules"}
     named = {"targetModules": ["k_proj", "v_proj", "down_proj"], "feedforwardModules": ["down_proj"]}
     assert errors(plan({"type": "IA3", "settings": named}), directory) == {}
-
-
-def test_classes_that_a_method_has_no_adapter_for_are_named(tmp_path: Path) -> None:
-    directory = declared(tmp_path / "model", "gpt2")
-    _, findings = check_model(plan({"type": "HRA", "settings": {"targetModules": ["c_attn"]}}), directory)
-    (found,) = [finding for finding in findings if finding.severity == "error"]
-    assert (found.rule, found.field) == ("model-settings-conflict", "spec.method.settings.targetModules")
-    assert (found.value, "Conv1D" in found.message) == ('["c_attn"]', True)
-    assert {change.field: change.value for change in found.changes} == {"spec.method.type": "LoRA", "spec.method.settings": None}
-    assert errors(plan({"type": "LoRA"}), directory) == {}
 
 
 @pytest.mark.parametrize(

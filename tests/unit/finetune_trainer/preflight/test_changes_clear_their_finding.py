@@ -19,101 +19,27 @@ from finetune_job.rules.book import evaluate
 from finetune_job.rules.rule import RuleContext, with_changes
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.verdict import judge_memory, memory_finding
-from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.tokenizer import check_chat_template
 from finetune_trainer.preflight import stored_weights
 from finetune_trainer.preflight.fit import fit_findings
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.rehearsal.verdicts import not_done_finding
+from tests.support.cases import table
 from tests.support.declared_model import declare_model
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_trainer.data import test_forms_of_records as forms
-from tests.unit.finetune_trainer.preflight.test_adapter_names_of_experts import KINDS, MLP
+from tests.unit.finetune_trainer.preflight.test_adapter_names_of_experts import KINDS
 from tests.unit.finetune_trainer.preflight.test_adapter_names_of_experts import SIZES as SIZES_OF_EXPERTS
 from tests.unit.finetune_trainer.preflight.test_architecture import declared
 from tests.unit.finetune_trainer.preflight.test_bypassed import COMMON, SIZES, _forgets
+from tests.unit.finetune_trainer.preflight.test_fit import facts
 
 Spec = dict[str, Any]
 Judge = Callable[[Spec], list[Finding]]
 FSDP = "parallelism.fsdp."
 LORA = "method.lora."
 SETTINGS = "method.settings."
-CLASSES = FSDP + "transformerLayerClsToWrap"
-FIRST = {FSDP + "version": 1}
-FLAT = FIRST | {FSDP + "useOrigParams": False, "training.weightDecay": "0.1"}
-ROWS = {"method.type": "TrainableTokens", SETTINGS + "tokenIndices": [1, 5]}
-TWO_LAYERS = {LORA + "targetModules": ["model.layers.1.self_attn.q_proj"], LORA + "layersToTransform": [0]}
-CASES: list[tuple[str, str, str, Spec]] = [
-    ("target-module-unknown", "llama", "bfloat16", {LORA + "targetModules": ["q_prj", "v_proj"]}),
-    ("target-module-unknown", "llama", "bfloat16", {LORA + "excludeModules": ["zzz"]}),
-    ("target-module-unknown", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": ["q_prj", "v_proj"]}),
-    ("target-module-unknown", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": "q_proj"}),
-    ("target-module-unknown", "llama", "bfloat16", {LORA + "targetModules": ["zzz"], LORA + "layersToTransform": [0]}),
-    ("target-module-unknown", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": ["zzz"], SETTINGS + "layersToTransform": [0]}),
-    ("target-parameter-unknown", "mixtral", "bfloat16", {LORA + "targetModules": ["q_proj"], LORA + "targetParameters": ["x.y"]}),
-    ("target-parameter-unknown", "mixtral", "bfloat16", {LORA + "targetModules": ["q_proj"], LORA + "targetParameters": ["mlp.experts.gate_up_prj", "zzz", "input_layernorm.weight", "mlp.experts.down_proj"]}),
-    ("target-parameter-unknown", "llama", "bfloat16", {LORA + "targetModules": ["q_proj"], LORA + "targetParameters": ["mlp.experts.up_proj"]}),
-    ("saved-module-unknown", "llama", "bfloat16", {LORA + "modulesToSave": ["nrm", "lm_haed"]}),
-    ("saved-module-unknown", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": ["q_proj"], SETTINGS + "modulesToSave": ["lm_haed"]}),
-    ("adapter-pattern-unmatched", "llama", "bfloat16", {LORA + "rankPattern": {"q_prj": 2, "k_proj": 4}}),
-    ("adapter-pattern-unmatched", "llama", "bfloat16", {LORA + "targetModules": ["q_proj"], LORA + "alphaPattern": {"q_proj": 2, "k_proj": 4}}),
-    ("adapter-pattern-unmatched", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": ["q_proj"], SETTINGS + "layersToTransform": [1], SETTINGS + "layersPattern": "blocks"}),
-    ("layer-number-unknown", "llama", "bfloat16", {LORA + "targetModules": ["q_proj"], LORA + "layersToTransform": [0, 7]}),
-    ("layer-number-unknown", "llama", "bfloat16", {"method.type": "LoHa", SETTINGS + "targetModules": ["q_proj"], SETTINGS + "layersToTransform": [7], SETTINGS + "layersPattern": "layers"}),
-    ("full-name-beside-layers", "llama", "bfloat16", TWO_LAYERS),
-    ("token-index-unknown", "llama", "bfloat16", {LORA + "trainableTokenIndices": [3, 264]}),
-    ("token-index-unknown", "llama", "bfloat16", ROWS | {SETTINGS + "targetModules": ["k_proj"], SETTINGS + "tokenIndices": [1, 64]}),
-    ("trainable-tokens-overlap", "mamba", "bfloat16", ROWS | {SETTINGS + "targetModules": ["embeddings", "lm_head"]}),
-    # An init under which the zeros of declared weights do no harm.
-    ("trainable-tokens-overlap", "mamba", "bfloat16", {"method.type": "DoRA", LORA + "targetModules": ["lm_head"], LORA + "trainableTokenIndices": [1, 5], LORA + "initLoraWeights": "orthogonal", LORA + "autocastAdapterDtype": True}),
-    ("trainable-tokens-overlap", "mamba", "bfloat16", {LORA + "targetModules": ["in_proj"], LORA + "modulesToSave": ["embeddings"], LORA + "trainableTokenIndices": [1, 5]}),
-    ("feedforward-module-not-adapted", "llama", "bfloat16", {"method.type": "IA3", SETTINGS + "feedforwardModules": ["down_proj", "up_proj"]}),
-    ("adapter-blocks-of-another-size", "llama", "bfloat16", {"method.type": "OFT", SETTINGS + "oftBlockSize": 7}),
-    ("adapter-blocks-of-another-size", "llama", "bfloat16", {"method.type": "OFT", SETTINGS + "r": 7, SETTINGS + "oftBlockSize": 0}),
-    ("target-parameters-all-layers", "qwen3_moe", "bfloat16", {LORA + "targetModules": MLP, LORA + "layersToTransform": [1]}),
-    ("target-module-not-adapted", "deepseek_v3", "bfloat16", {LORA + "targetModules": ["o_proj", *MLP]}),
-    ("experts-not-excluded", "deepseek_v3", "bfloat16", {LORA + "excludeModules": ["q_a_proj", *MLP]}),
-    ("experts-not-excluded", "deepseek_v3", "bfloat16", {LORA + "excludeModules": MLP, LORA + "modulesToSave": ["o_proj"]}),
-    ("experts-adapted-and-saved", "mixtral", "bfloat16", {LORA + "modulesToSave": ["experts", "lm_head"]}),
-    ("experts-adapted-and-saved", "mixtral", "bfloat16", {LORA + "modulesToSave": ["gate"]}),
-    ("adapter-pattern-on-experts", "mixtral", "bfloat16", {LORA + "rankPattern": {".*proj": 3, "o_proj": 2}}),
-    ("adapter-pattern-on-experts", "mixtral", "bfloat16", {LORA + "alphaPattern": {".*proj": 3}}),
-    ("adapter-bypassed", "mamba", "bfloat16", {LORA + "targetModules": ["in_proj", "dt_proj"]}),
-    ("adapter-bypassed", "mamba", "bfloat16", {LORA + "excludeModules": ["out_proj"]}),
-    ("adapter-bypassed", "mamba", "bfloat16", {"method.type": "HRA"}),
-    ("adapter-bypassed", "mamba", "bfloat16", {LORA + "targetModules": ["dt_proj"], LORA + "excludeModules": ["x_proj"], LORA + "modulesToSave": ["lm_head"]}),
-    ("adapter-bypassed", "mamba", "bfloat16", {LORA + "targetModules": ["dt_proj"], LORA + "modulesToSave": ["x_proj"]}),
-    ("target-gives-no-tensor", "llama4_text", "bfloat16", {}),
-    ("packed-weight-read", "mamba", "bfloat16", {"method.type": "QLoRA", LORA + "targetModules": ["in_proj"]}),
-    ("packed-weight-read", "mamba", "bfloat16", {"method.type": "QDoRA", LORA + "targetModules": ["in_proj"], "method.quantization.bits": 4, "merge.enabled": True, "merge.base": "Dequantized"}),
-    ("model-settings-conflict", "mamba", "bfloat16", {}),
-    ("model-settings-conflict", "mixtral", "bfloat16", {LORA + "loraDropout": "0.05"}),
-    ("model-settings-conflict", "mixtral", "bfloat16", {"method.type": "DoRA", LORA + "loraDropout": "0.05"}),
-    ("model-settings-conflict", "gpt2", "bfloat16", {"method.type": "HRA", SETTINGS + "targetModules": ["c_attn"]}),
-    ("wrap-class-unknown", "llama", "bfloat16", {CLASSES: ["LlamaDecoder"]}),
-    ("wrap-class-unknown", "llama", "bfloat16", {CLASSES: ["GPT2Block"]}),
-    ("unit-without-parameters", "llama", "bfloat16", {CLASSES: ["LlamaDecoderLayer", "SiLUActivation"]}),
-    ("unit-without-parameters", "llama", "bfloat16", {CLASSES: ["SiLUActivation"]}),
-    ("unit-holds-most-of-the-model", "llama", "bfloat16", {CLASSES: ["LlamaRMSNorm"]}),
-    ("unit-holds-most-of-the-model", "llama", "bfloat16", {FSDP + "autoWrapPolicy": "SIZE_BASED_WRAP", FSDP + "minNumParams": 10**9}),
-    ("unit-bypassed", "mamba", "bfloat16", {"method.type": "Full", CLASSES: ["Conv1d"]}),
-    ("unit-bypassed", "mamba", "bfloat16", {"method.type": "Full", FSDP + "autoWrapPolicy": "SIZE_BASED_WRAP", FSDP + "minNumParams": 1}),
-    ("unit-bypassed", "mamba", "float32", FIRST | {"method.type": "Full", FSDP + "peftWrapPolicy": True}),
-    ("packing-with-recurrent-layers", "mamba", "bfloat16", {LORA + "targetModules": ["in_proj"], "data.packing": True}),
-    ("packing-leaks", "bloom", "bfloat16", {"data.packing": True}),
-    ("attention-not-supported", "gpt_oss", "bfloat16", {"model.attention": "sdpa", LORA + "targetModules": ["q_proj"]}),
-    ("attention-not-supported", "gemma2", "bfloat16", {"model.attention": "varlen"}),
-    ("activation-checkpointing-not-supported", "gpt_neox_japanese", "bfloat16", {LORA + "targetModules": ["query_key_value"], "training.activationCheckpointing": "Full"}),
-    ("trained-in-float16", "llama", "float16", {LORA + "autocastAdapterDtype": False}),
-    ("trained-in-float16", "llama", "float16", FIRST | {LORA + "autocastAdapterDtype": False, FSDP + "peftWrapPolicy": False}),
-    ("qlora-storage-not-param-dtype", "llama", "bfloat16", {"method.type": "QLoRA", LORA + "modulesToSave": ["norm"], "method.quantization.quantStorage": "float32"}),
-    ("stacked-experts-under-fsdp1", "mixtral", "bfloat16", FIRST | {LORA + "targetModules": ["all-linear"]}),
-    ("stacked-experts-under-fsdp1", "mixtral", "bfloat16", FIRST | {FSDP + "peftWrapPolicy": True, FSDP + "useOrigParams": False, FSDP + "syncModuleStates": True}),
-    ("fsdp1-flat-parameter-mixed", "llama", "bfloat16", FLAT | {"method.type": "Full"}),
-    ("fsdp1-flat-parameter-mixed", "qwen2", "bfloat16", FLAT | {"training.precision": "fp32", LORA + "targetModules": ["v_proj"], LORA + "modulesToSave": ["q_proj"]}),
-    ("verification-within-rounding", "llama", "bfloat16", {"merge.enabled": True, "merge.verify.maxKlDivergence": "1e-18"}),
-    ("verification-within-rounding", "llama", "bfloat16", {"merge.enabled": True, "merge.verify.minTop1Agreement": "1"}),
-]  # fmt: skip
+CASES: list[tuple[str, str, str, Spec, dict[str, str]]] = table(__file__, "CASES")
 
 
 def written_spec(written: Spec) -> Spec:
@@ -162,8 +88,8 @@ def errors(findings: list[Finding]) -> set[str]:
     return {finding.rule for finding in findings if finding.severity == "error"}
 
 
-def assert_cleared(spec: Spec, rule: str, judge: Judge) -> None:
-    """The changes of each finding of this id, made alone, clear it; where there are several, all of them together do."""
+def assert_cleared(spec: Spec, rule: str, judge: Judge) -> Finding:
+    """Assert that the changes of all findings of this id clear them. Returns the first of these findings."""
     before = judge(spec)
     found = [finding for finding in before if finding.rule == rule]
     assert found
@@ -178,11 +104,17 @@ def assert_cleared(spec: Spec, rule: str, judge: Judge) -> None:
     assert left == [], [finding.changes for finding in found]
     assert errors(after) <= errors(before), [finding.changes for finding in found]
     assert rule_errors(changed) <= rule_errors(spec), [finding.changes for finding in found]
+    return found[0]
 
 
-@pytest.mark.parametrize(("rule", "kind", "stored", "written"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
-def test_the_changes_of_a_finding_clear_it(models: Any, rule: str, kind: str, stored: str, written: Spec) -> None:
-    assert_cleared(written_spec(written), rule, of_model(models(kind, stored)))
+@pytest.mark.parametrize(
+    ("rule", "kind", "stored", "written", "named"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)]
+)
+def test_the_changes_of_a_finding_clear_it(
+    models: Any, rule: str, kind: str, stored: str, written: Spec, named: dict[str, str]
+) -> None:
+    found = assert_cleared(written_spec(written), rule, of_model(models(kind, stored)))
+    assert {name: getattr(found, name) for name in named} == named
 
 
 @pytest.mark.parametrize(
@@ -265,7 +197,7 @@ def test_the_changes_fit_the_memory_of_a_pod(models: Any, rule: str, is_device: 
 
     (finding,) = judge(spec)
     assert changed in {change.field for change in finding.changes}
-    is_told = "several nodes mount the claim workspace then, so it must be ReadWriteMany" in finding.fix
+    is_told = "several nodes would then mount the claim workspace, so it must be ReadWriteMany" in finding.fix
     assert is_told == (changed == "spec.parallelism.nodes")
     assert_cleared(spec, rule, judge)
 
@@ -273,19 +205,6 @@ def test_the_changes_fit_the_memory_of_a_pod(models: Any, rule: str, is_device: 
 def test_a_job_that_cannot_be_compiled_is_not(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert_cleared(written_spec({"training.compile": True}), "compile-without-compiler", of_model(models("llama", "bfloat16")))
-
-
-def facts(num_sequences: int = 100, longest_document: int = 10) -> SplitFacts:
-    return SplitFacts(
-        num_records=200,
-        num_dropped=0,
-        num_occurrences=180,
-        num_sequences=num_sequences,
-        num_tokens=10_000,
-        num_supervised_tokens=500,
-        longest_document=longest_document,
-        largest_token_id=9,
-    )
 
 
 EPOCHS = {"training.epochs": 2, "training.maxSteps": None, "training.globalBatchSize": 8}

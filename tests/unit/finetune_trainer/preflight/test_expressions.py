@@ -3,6 +3,7 @@
 import pytest
 
 from finetune_job.failures import FailureClass, Outcome
+from finetune_trainer.preflight import job_steps
 from finetune_trainer.preflight.expressions import uncompiled_expressions
 from finetune_trainer.processes import sandbox
 from finetune_trainer.roles import preflight
@@ -25,6 +26,8 @@ HOSTILE_KEYS = {f"{HOSTILE}{number}": 4 for number in range(60)}
 )  # fmt: skip
 def test_what_does_not_compile_is_refused_by_the_rules_id_and_the_model_is_left_alone(context, monkeypatch, method, rule, field):
     monkeypatch.setattr(preflight, "check_model", None)
+    monkeypatch.setattr(job_steps, "start_check", None)
+    monkeypatch.setattr(job_steps, "torch_is_here", lambda: False)
     result = run(context({"method": method}))
     assert result.outcome is Outcome.REFUSED
     assert result.failure is FailureClass.USER_CONFIG

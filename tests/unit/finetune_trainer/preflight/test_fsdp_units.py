@@ -6,16 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from finetune_job.failures import Outcome
 from finetune_trainer.preflight.fsdp_units import _largest_unit, check_unit_sizes, check_units
 from finetune_trainer.preflight.model_inspection import AttachedModel, ModelInspection
-from finetune_trainer.roles.preflight import run
+from finetune_trainer.preflight.model_process import check_model
 from tests.support.tiny_model import plan_of, tiny_spec
 
 
 def rules(job):
-    result = run(job)
-    return {finding.rule: finding for finding in result.findings}
+    """The findings about the job's model."""
+    return {finding.rule: finding for finding in check_model(job.plan, job.base_model)[1]}
 
 
 def test_a_list_of_layers_is_no_unit(context):
@@ -24,17 +23,9 @@ def test_a_list_of_layers_is_no_unit(context):
     assert "LlamaDecoderLayer" in finding.fix
 
 
-def test_a_unit_without_parameters_is_a_warning(context):
-    names = ["LlamaDecoderLayer", "SiLUActivation"]
-    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": names}))
-    assert [finding.rule for finding in result.findings] == ["unit-without-parameters"]
-    assert result.outcome is Outcome.SUCCEEDED
-
-
 @pytest.mark.parametrize("classes", [["LlamaRMSNorm"], ["LlamaModel"], ["LlamaForCausalLM"], ["LlamaRMSNorm", "LlamaModel"]])
 def test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning(context, classes):
-    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))
-    finding = next(finding for finding in result.findings if finding.rule == "unit-holds-most-of-the-model")
+    finding = rules(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))["unit-holds-most-of-the-model"]
     assert (finding.severity, finding.value) == ("warning", ", ".join(classes))
     assert "LlamaDecoderLayer" in finding.fix
     assert [(change.field, change.value) for change in finding.changes] == [
@@ -73,8 +64,7 @@ def test_other_policies_that_are_meant_are_not_spoken_of(context, changes):
     "classes", [None, ["LlamaDecoderLayer"], ["LlamaAttention", "LlamaMLP"], ["LlamaDecoderLayer", "LlamaRMSNorm"]]
 )
 def test_classes_that_divide_the_model_are_not_spoken_of(context, classes):
-    result = run(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))
-    assert "unit-holds-most-of-the-model" not in {finding.rule for finding in result.findings}
+    assert "unit-holds-most-of-the-model" not in rules(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))
 
 
 def test_what_is_judged_is_the_unit_and_not_the_name():
@@ -123,16 +113,6 @@ def test_a_rank_beyond_a_layers_width_is_a_warning(context):
 def test_overlapping_patterns_are_a_warning(context):
     changes = {"method.lora.rankPattern": {"q_proj": 4, "self_attn.q_proj": 2}}
     assert rules(context(changes))["adapter-patterns-overlap"].severity == "warning"
-
-
-def test_rows_beyond_the_embedding_are_refused(context):
-    finding = rules(context({"method.lora.trainableTokenIndices": [3, 10**6]}))["token-index-unknown"]
-    assert finding.value == "1000000"
-
-
-def test_a_parameter_that_the_model_lacks_is_refused(context):
-    finding = rules(context({"method.lora.targetParameters": ["experts.up"], "merge.enabled": False}))["target-parameter-unknown"]
-    assert finding.value == "experts.up"
 
 
 def attached(model, *units):

@@ -13,7 +13,7 @@ import pytest
 
 from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.checkpoint.manifest import MANIFEST
-from finetune_trainer.preflight.checks import JobInspection
+from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.preflight.job_steps import check_start
 from tests.support.tiny_model import run_context, tiny_spec
 from tests.unit.finetune_trainer.checkpoint.test_checkpoints import STATE, OneRank
@@ -24,7 +24,7 @@ PLACE = "other/checkpoints/step-0000000007"
 
 def started(
     tmp_path: Path, place: str = PLACE, **changes: dict[str, Any]
-) -> tuple[OneRank, JobInspection, dict[str, tuple[int, ...]]]:
+) -> tuple[OneRank, Inspection, dict[str, tuple[int, ...]]]:
     """A run with a checkpoint, and a job that is to begin with it, on the same claim."""
     other = OneRank(tmp_path / "made", **changes)
     other.checkpoints.save(STEP, STATE)
@@ -34,14 +34,12 @@ def started(
     if not (root / "other").exists():
         (root / "other").mkdir()
         other.context.workspace.checkpoints.rename(root / "other" / "checkpoints")
-    seen = JobInspection(context)
     trained = {name: tuple(parameter.shape) for name, parameter in other.model.named_parameters() if parameter.requires_grad}
-    structure: Any = SimpleNamespace(trainable=trained)
-    seen.structure = structure
-    return other, seen, trained
+    structure: Any = SimpleNamespace(trainable=trained, batches=())
+    return other, Inspection(context, structure=structure), trained
 
 
-def directory_of(seen: JobInspection) -> Path:
+def directory_of(seen: Inspection) -> Path:
     return seen.context.claims_root / seen.context.plan.workspace.claim / PLACE
 
 
@@ -96,12 +94,7 @@ def test_a_checkpoint_that_cannot_be_started_from_is_refused(tmp_path: Path, fau
 
 @pytest.mark.parametrize(
     ("there", "here", "is_taken"),
-    [
-        (["<a>", "<b>"], ["<a>", "<b>"], True),
-        (["<b>", "<a>"], ["<a>", "<b>"], False),
-        (["<a>"], [], False),
-        ([], ["<a>"], False),
-    ],
+    [(["<a>", "<b>"], ["<a>", "<b>"], True), (["<b>", "<a>"], ["<a>", "<b>"], False), (["<a>"], [], False), ([], ["<a>"], False)],
 )
 def test_rows_of_added_tokens_keep_their_meaning(tmp_path: Path, there: list[str], here: list[str], is_taken: bool) -> None:
     """Rows have the same shapes whatever their tokens are."""
@@ -111,7 +104,7 @@ def test_rows_of_added_tokens_keep_their_meaning(tmp_path: Path, there: list[str
     assert ("added_tokens" in origin) is bool(there), "releases that knew none read what they would have written themselves"
     tokens = tuple(AddedTokenPlan(content=each) for each in here)
     model = seen.context.plan.model.model_copy(update={"added_tokens": tokens})
-    seen.context = replace(seen.context, plan=seen.context.plan.model_copy(update={"model": model}))
+    seen = replace(seen, context=replace(seen.context, plan=seen.context.plan.model_copy(update={"model": model})))
     problems = [finding.message for finding in check_start(seen)]
     assert (problems == []) is is_taken
     assert is_taken or "holds rows of other added tokens, or in another order" in problems[0]

@@ -7,11 +7,10 @@ import pytest
 from transformers import LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
+from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.roles.preflight import run
 from finetune_trainer.weights.errors import UnsupportedBaseError
 from tests.unit.finetune_trainer.preflight.test_added_tokens import tie
-
-INDEX = "model.safetensors.index.json"
 
 
 def refusal(job):
@@ -33,63 +32,44 @@ def only(job, rule):
     return findings[rule]
 
 
-# Names that the model does not have
+def only_of_model(job, rule):
+    """The one finding about the job's model, without what else preflight looks at."""
+    (finding,) = check_model(job.plan, job.base_model)[1]
+    assert (finding.rule, finding.severity) == (rule, "error")
+    return finding
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_an_unknown_wrap_class_lists_the_models_own(context, version):
-    job = context({"parallelism.fsdp.version": version, "parallelism.fsdp.transformerLayerClsToWrap": ["LlamaDecoderLayr"]})
-    finding = only(job, "wrap-class-unknown")
-    assert finding.field == "spec.parallelism.fsdp.transformerLayerClsToWrap"
-    assert finding.value == "LlamaDecoderLayr"
-    assert "LlamaDecoderLayer" in finding.fix
-    assert "LlamaMLP" in finding.fix
-
-
-def test_one_wrong_target_among_right_ones_is_found_with_its_near_match(context):
-    finding = only(context({"method.lora.targetModules": ["q_proj", "v_porj"]}), "target-module-unknown")
-    assert (finding.field, finding.value) == ("spec.method.lora.targetModules", "v_porj")
-    assert "v_proj" in finding.fix.split("?")[0]
+# Settings that do not fit the model
 
 
 def loha(settings, **changes):
     return {"method": {"type": "LoHa", "settings": settings}, "merge.enabled": False, **changes}
 
 
-def test_a_setting_that_the_method_does_not_have_is_found_with_its_near_match(context):
-    finding = only(context(loha({"targetModule": ["q_proj"]})), "method-setting-invalid")
-    assert (finding.field, finding.value) == ("spec.method.settings.targetModule", "['q_proj']")
-    assert "targetModules" in finding.fix.split("?")[0]
-
-
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [({"r": "8"}, "a whole number"), ({"moduleDropout": "much"}, "a number in quotes"), ({"initWeights": 1}, "true or false")],
-)
-def test_a_setting_of_the_wrong_type_is_refused(context, settings, wanted):
-    finding = only(context(loha(settings)), "method-setting-invalid")
-    assert finding.field == f"spec.method.settings.{next(iter(settings))}"
-    assert wanted in finding.fix
-
-
-def test_a_target_of_another_method_that_does_not_exist_is_refused(context):
-    finding = only(context(loha({"targetModules": ["q_proj", "v_porj"]})), "target-module-unknown")
-    assert (finding.field, finding.value) == ("spec.method.settings.targetModules", "v_porj")
+    ("changes", "rule", "field", "value", "fix"),
+    [
+        (loha({"r": "8"}), "method-setting-invalid", "settings.r", "8", "a whole number"),
+        (loha({"moduleDropout": "much"}), "method-setting-invalid", "settings.moduleDropout", "much", "a number in quotes"),
+        (loha({"initWeights": 1}), "method-setting-invalid", "settings.initWeights", "1", "true or false"),
+        (loha({"targetModule": ["q_proj"]}), "method-setting-invalid", "settings.targetModule", "['q_proj']", "targetModules"),
+        ({"method": {"type": "MiSS"}, "merge.enabled": False}, "model-settings-conflict", "settings.r", "64 (the default)",
+         "write a smaller number, or"),
+    ],
+)  # fmt: skip
+def test_settings_that_do_not_fit_the_method_or_the_model_are_refused(context, changes, rule, field, value, fix):
+    finding = only_of_model(context(changes), rule)
+    assert (finding.field, finding.value) == (f"spec.method.{field}", value)
+    assert fix in finding.fix
 
 
 def test_settings_that_peft_refuses_for_this_model_are_refused(context):
     """The model has sides of 32, 16 and 64."""
     job = context({"method": {"type": "BOFT", "settings": {"boftBlockSize": 7}}, "merge.enabled": False})
-    finding = only(job, "model-settings-conflict")
+    finding = only_of_model(job, "model-settings-conflict")
     assert (finding.field, finding.value) == ("spec.method.settings.boftBlockSize", "7")
     assert finding.message.startswith("PEFT refuses it for the layers of this model: in_features (32) must be divisible by")
     assert finding.fix.startswith("write a divisor of 16, or name only layers")
-
-
-def test_a_default_that_does_not_fit_this_model_is_shown(context):
-    finding = only(context({"method": {"type": "MiSS"}, "merge.enabled": False}), "model-settings-conflict")
-    assert (finding.field, finding.value) == ("spec.method.settings.r", "64 (the default)")
-    assert finding.fix.startswith("write a smaller number, or")
 
 
 def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored(context, model):
@@ -97,56 +77,31 @@ def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored
     for path in model.glob("*.safetensors*"):
         path.unlink()
     in_16_bits.save_pretrained(model)
-    finding = only(context(loha({}, **{"parallelism.fsdp.version": 1})), "model-settings-conflict")
+    finding = only_of_model(context(loha({}, **{"parallelism.fsdp.version": 1})), "model-settings-conflict")
     assert (finding.field, finding.value) == ("spec.parallelism.fsdp.version", "1")
-
-
-def test_compiling_without_a_compiler_is_refused(context, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    finding = only(context({"training.compile": True}), "compile-without-compiler")
-    assert (finding.field, finding.value) == ("spec.training.compile", "true")
-
-
-def test_a_target_that_is_no_layer_is_refused(context):
-    assert only(context({"method.lora.targetModules": ["mlp"]}), "target-module-unknown").value == "mlp"
-
-
-def test_a_saved_module_that_does_not_exist_is_refused(context):
-    finding = only(context({"method.lora.modulesToSave": ["lm_haed"]}), "saved-module-unknown")
-    assert "lm_head" in finding.fix
-
-
-@pytest.mark.parametrize("field", ["rankPattern", "alphaPattern"])
-def test_a_pattern_that_matches_nothing_is_refused(context, field):
-    finding = only(context({f"method.lora.{field}": {"q_proj": 4, "layers.9.v_proj": 4}}), "adapter-pattern-unmatched")
-    assert (finding.field, finding.value) == (f"spec.method.lora.{field}", "layers.9.v_proj")
 
 
 # Units that FSDP 1 cannot flatten: rules refuse these too, but only preflight sees the real model
 
 
-def test_frozen_and_trained_parameters_in_one_flat_unit_are_refused(context):
-    fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": False}
-    finding = only(context({"parallelism.fsdp": fsdp}), "model-settings-conflict")
-    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.useOrigParams", "false")
-    assert finding.fix == "set peftWrapPolicy: true, or useOrigParams: true, or version: 2"
-
-
-def test_two_element_types_in_one_flat_unit_are_refused(context):
-    fsdp = {"version": 1, "peftWrapPolicy": False, "useOrigParams": True}
-    changes = {"parallelism.fsdp": fsdp, "model.dtype": "bfloat16", "method.lora.autocastAdapterDtype": True}
-    finding = only(context(changes), "model-settings-conflict")
-    assert (finding.field, finding.value) == ("spec.parallelism.fsdp.version", "1")
-    assert "bfloat16" in finding.message
-    assert "float32" in finding.message
-    assert finding.fix == "set peftWrapPolicy: true, or version: 2"
-
-
-def test_what_is_on_already_is_not_offered(context):
-    """The wrap policy gives units to modules with a weight, and LoHa's adapters are parameters beside the layer's own."""
-    fsdp = {"version": 1, "peftWrapPolicy": True, "useOrigParams": False}
-    finding = only(context(loha({}, **{"parallelism.fsdp": fsdp})), "model-settings-conflict")
-    assert finding.fix == "set useOrigParams: true, or version: 2"
+@pytest.mark.parametrize(
+    ("changes", "field", "value", "fix"),
+    [
+        ({"parallelism.fsdp": {"version": 1, "peftWrapPolicy": False, "useOrigParams": False}},
+         "useOrigParams", "false", "set peftWrapPolicy: true, or useOrigParams: true, or version: 2"),
+        ({"parallelism.fsdp": {"version": 1, "peftWrapPolicy": False, "useOrigParams": True},
+          "model.dtype": "bfloat16", "method.lora.autocastAdapterDtype": True},
+         "version", "1", "set peftWrapPolicy: true, or version: 2"),
+        # The wrap policy gives units to modules with a weight, and LoHa's adapters are parameters beside the layer's own.
+        (loha({}, **{"parallelism.fsdp": {"version": 1, "peftWrapPolicy": True, "useOrigParams": False}}),
+         "useOrigParams", "false", "set useOrigParams: true, or version: 2"),
+    ],
+    ids=["frozen and trained", "two element types", "what is on already is not offered"],
+)  # fmt: skip
+def test_parameters_that_do_not_fit_into_one_flat_unit_are_refused(context, changes, field, value, fix):
+    finding = only_of_model(context(changes), "model-settings-conflict")
+    assert (finding.field, finding.value, finding.fix) == (f"spec.parallelism.fsdp.{field}", value, fix)
+    assert ("bfloat16" in finding.message and "float32" in finding.message) == (field == "version")
 
 
 # The model's files
@@ -157,54 +112,6 @@ def test_a_missing_model_names_what_lies_beside(context):
     finding = refusal(job)["model-directory-missing"]
     assert finding.value == "pvc://models/tiny-lama"
     assert "tiny-llama" in finding.message
-
-
-def test_pickled_weights_are_refused_with_the_conversion(context, model):
-    for path in model.glob("model*"):
-        path.unlink()
-    (model / "pytorch_model.bin").write_bytes(b"\x80")
-    finding = only(context(), "model-pickle-only")
-    assert finding.value == "pytorch_model.bin"
-    assert "save_pretrained" in finding.fix
-
-
-def test_absent_weights_are_refused(context, model):
-    for path in model.glob("model*"):
-        path.unlink()
-    only(context(), "model-weights-missing")
-
-
-def test_every_truncated_or_missing_shard_is_named(context, model):
-    first, second, *_ = sorted(model.glob("*.safetensors"))
-    first.write_bytes(first.read_bytes()[:-1])
-    second.unlink()
-    result = run(context())
-    assert result.failure is FailureClass.USER_MODEL
-    assert [(finding.rule, finding.value) for finding in result.findings] == [
-        ("model-shard-broken", first.name),
-        ("model-shard-broken", second.name),
-    ]
-
-
-@pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0[1, 2, 3", b'\x10\0\0\0\0\0\0\0{"a": {"x": 1}} ', b"\xa5" * 64])
-def test_a_shard_that_is_no_safetensors_file_is_named(context, model, content):
-    path = min(model.glob("*.safetensors"))
-    path.write_bytes(content)
-    assert only(context(), "model-shard-broken").value == path.name
-
-
-def test_an_index_that_disagrees_with_its_shards_is_refused(context, model):
-    index = json.loads((model / INDEX).read_text())
-    shards = sorted(set(index["weight_map"].values()))
-    index["weight_map"]["lm_head.weight"] = next(name for name in shards if name != index["weight_map"]["lm_head.weight"])
-    (model / INDEX).write_text(json.dumps(index))
-    assert only(context(), "model-index-broken").value == "lm_head.weight"
-
-
-@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": {"a": "../a.safetensors"}}'])
-def test_a_broken_index_is_refused(context, model, index):
-    (model / INDEX).write_text(index)
-    only(context(), "model-index-broken")
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"model_type": "no-such-model"}'])
@@ -220,18 +127,11 @@ def test_weights_that_do_not_fill_the_model_are_refused(context, model):
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3, "intermediate_size": 72}))
     result = run(context())
+    assert result.failure is FailureClass.USER_MODEL
     assert {finding.rule for finding in result.findings} == {"model-weights-incomplete"}
     missing, mismatched = (finding.message for finding in result.findings)
     assert "model.layers.2." in missing
     assert "another shape" in mismatched
-
-
-@pytest.mark.parametrize("is_in_text_part", [False, True])
-def test_a_quantised_base_is_refused(context, model, is_in_text_part):
-    config = json.loads((model / "config.json").read_text())
-    packed = {"quantization_config": {"load_in_4bit": True}}
-    (model / "config.json").write_text(json.dumps(config | ({"text_config": packed} if is_in_text_part else packed)))
-    assert "original 16-bit model" in only(context(), "model-already-quantized").fix
 
 
 @pytest.mark.parametrize("files", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])

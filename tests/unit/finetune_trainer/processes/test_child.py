@@ -113,9 +113,16 @@ def test_a_grandchild_that_keeps_the_output_open_holds_nobody_up() -> None:
 
 
 def test_several_children_are_seen_as_they_end_and_time_passes_meanwhile() -> None:
-    slow, fast = fork(lambda: time.sleep(0.5)), fork(lambda: os._exit(3))
+    held, release = os.pipe()
+    slow, fast = fork(lambda: (os.close(release), os.read(held, 1))), fork(lambda: os._exit(3))
     with slow, fast:
-        seen = list(wait_for_ends([slow, fast], float("inf"), look_seconds=0.05))
+        seen = []
+        for each in wait_for_ends([slow, fast], float("inf"), look_seconds=0.05):
+            seen.append(each)
+            if any(seen) and seen.count(None) > 2:
+                os.write(release, b"x")
+    os.close(held)
+    os.close(release)
     assert [(one, end.code) for one, end in filter(None, seen)] == [(fast, 3), (slow, 0)]
     assert seen.count(None) > 2
 
@@ -123,7 +130,7 @@ def test_several_children_are_seen_as_they_end_and_time_passes_meanwhile() -> No
 FORKS_NEXT_TO_A_THREAD = """
 import os, threading
 from finetune_trainer.processes.child import ThreadsAtForkError, fork
-fork(lambda: print("alone")).join()
+fork(lambda: print("alone")).wait(60)
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 try:
     fork(lambda: print("forked"))

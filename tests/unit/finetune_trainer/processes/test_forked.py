@@ -12,20 +12,12 @@ import psutil
 import pytest
 import torch  # noqa: F401 - children of the rehearsal import it, and need no seconds for that if it is there
 
-from finetune_trainer.processes import child, forked
+from finetune_trainer.processes import forked
 from finetune_trainer.processes.forked import BoundsExceededError, ResourceBounds, run_children
 from tests.support.living import living
-from tests.unit.finetune_trainer.processes.hostile_children import opened, taken_over
 
 BOUND = 0.5
 """Seconds of processor time that is exceeded on purpose."""
-
-
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """What is waited for in vain. All other bounds stay long: the machine may be busy."""
-    if "closed" in request.node.name or "too" in request.node.name:
-        monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +29,20 @@ def family() -> object:
 
 
 @pytest.mark.parametrize(
-    ("behaviour", "said"),
+    ("answer", "problem"),
     [
-        ("garbage", "answered with something else than a result"),
-        ("without_end", "wrote more than it may"),
-        ("closed", "closed its output and did not end"),
+        (b'{"code": -999, "value": 1}', ""),
+        (b'{"error": "no"}', "no"),
+        (b'{"code": -9, "error": "no"}', "no"),
+        (b"\x80\x04garbage", "a process answered with something else than a result"),
+        (b" " * (forked.ANSWER_BYTES + (1 << 17)), "a process wrote more than it may"),
     ],
 )
-def test_a_child_of_the_rehearsal_that_was_taken_over_has_failed(behaviour: str, said: str, tmp_path: Path) -> None:
-    before, trap = opened(), tmp_path / "trap"
+def test_an_answer_is_read_and_not_believed(answer: bytes, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forked, "encode_answer", lambda _: answer)
     bounds = ResourceBounds(time.monotonic() + 300, 1 << 40)
-    ended = run_children({"one": lambda: taken_over(behaviour, before, trap)}, tmp_path, bounds, together=False)["one"]
-    assert ended.code != 0
-    assert said in ended.problem
-    assert not trap.exists()
+    ended = run_children({"one": int}, tmp_path, bounds, together=False)["one"]
+    assert (ended.problem, ended.code) == (problem, 1 if problem else 0)
 
 
 def test_a_child_of_the_rehearsal_that_never_ends_exceeds_its_time(tmp_path: Path) -> None:

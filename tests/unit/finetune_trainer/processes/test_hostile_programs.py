@@ -1,8 +1,7 @@
 """The programs that preflight starts, taken over by the model that they look at: a verdict in bounded time and memory."""
 
-from __future__ import annotations
-
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import psutil
 import pytest
 
 from finetune_trainer.inspection.report import Verdict
+from finetune_trainer.preflight import model_process
 from finetune_trainer.preflight.model_process import ModelCheckError
 from finetune_trainer.processes import child, sandbox
 from finetune_trainer.roles import rehearse
@@ -46,19 +46,20 @@ def behaviour(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(child, "ENDING_SECONDS", 0.5)
     if request.param == "never":
         monkeypatch.setattr(sandbox, "WALL_SECONDS", 1.0)
-        monkeypatch.setattr(rehearse, "WALL_SECONDS", 1.0)
+        monkeypatch.setattr(model_process, "WALL_SECONDS", 1.0)
         monkeypatch.setattr(rehearse, "SECONDS", 1.0)
         monkeypatch.setattr(rehearse, "ENDING_SECONDS", 0.0)
     return str(request.param)
 
 
 def test_the_check_of_the_model(behaviour: str, context: Any) -> None:
-    with rehearse.ModelProcess(context()) as process:
-        if behaviour == "garbage":
-            with pytest.raises(ModelCheckError, match="answered with something else than a structure"):
-                process.check()
-            return
-        structure, (finding,) = process.check()
+    job = context()
+    child = model_process.start_check(job.plan, job.base_model)
+    if behaviour == "garbage":
+        with pytest.raises(ModelCheckError, match="answered with something else than a structure"):
+            model_process.finish_check(child, job.base_model)
+        return
+    structure, (finding,) = model_process.finish_check(child, job.base_model)
     assert structure is None
     assert (finding.rule, finding.severity, finding.field) == ("model-not-accepted", "error", "spec.model.source")
     said = {
@@ -71,14 +72,13 @@ def test_the_check_of_the_model(behaviour: str, context: Any) -> None:
 
 def test_the_rehearsal(behaviour: str, context: Any) -> None:
     job = context({"preflight.rehearsal": "Run"})
-    with rehearse.ModelProcess(job) as process:
-        process.begin_rehearsal()
-        report = process.rehearsal()
+    with ExitStack() as until_done:
+        report = rehearse.start_rehearsal(job, until_done)()
     assert report.verdict is Verdict.NOT_DONE
     (finding,) = report.findings
     assert (finding.rule, finding.severity) == ("rehearsal-not-done", "warning")
     said = {
-        "garbage": "its process ended with status 0",
+        "garbage": "its process exited with status 0",
         "without_end": "wrote more than it may",
         "never": "did not end in time",
         "closed": "closed its output and did not end",

@@ -52,43 +52,6 @@ def test_the_collector_runs_again_after_a_module_that_cannot_be_loaded(tmp_path:
     assert done.stdout.strip() == "a library is missing True", done.stderr
 
 
-def test_torchs_libraries_come_while_python_does_something_else(tmp_path: Path) -> None:
-    done = python(
-        "import sys, threading\n"
-        "from finetune_trainer.processes.start import map_torch_libraries, preload\n"
-        "def mapped():\n    return [f'libtorch_{name}.so' in open('/proc/self/maps').read() for name in ('cpu', 'python')]\n"
-        "map_torch_libraries()\n"
-        "map_torch_libraries()\n"
-        "(thread,) = [one for one in threading.enumerate() if one is not threading.main_thread()]\n"
-        "preload('json')\n"
-        "print(thread.is_alive(), mapped(), 'torch' in sys.modules)\n"
-        "preload('torch')\n"
-        "import torch\n"
-        "print((torch.ones(2, 3) @ torch.ones(3, 2)).tolist(), mapped())\n"
-        "map_torch_libraries()\n"
-        "print(threading.active_count())",
-        tmp_path,
-    )
-    before, after, threads = done.stdout.splitlines()
-    assert before == "False [True, False] False", done.stderr
-    assert (after, threads) == ("[[3.0, 3.0], [3.0, 3.0]] [True, True]", "1")
-
-
-@pytest.mark.parametrize("found", ["nothing", "no folder", "no libraries"])
-def test_a_torch_that_is_not_there_is_left_to_its_import(found: str, tmp_path: Path) -> None:
-    code = "from finetune_trainer.processes.start import keep_torch_out, map_torch_libraries, preload\nimport sys\n"
-    if found == "nothing":
-        code += "keep_torch_out()\n"
-    elif found == "no folder":
-        (tmp_path / "torch.py").write_text("raise ImportError('a library is missing')")
-    else:
-        (tmp_path / "torch").mkdir()
-        (tmp_path / "torch" / "__init__.py").write_text("raise ImportError('a library is missing')")
-    code += "map_torch_libraries()\ntry:\n    preload('torch')\nexcept ImportError as error:\n    print(type(error).__name__)"
-    done = python(code, tmp_path)
-    assert done.stdout.split() in (["ImportError"], ["ModuleNotFoundError"]), done.stderr
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="numpy starts no threads on one processor")
 def test_numpy_starts_no_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -153,3 +116,7 @@ def _named() -> bool:
 def test_a_process_has_a_name_of_its_own() -> None:
     assert run_processes([_named]) == [0]
     assert name_of_process(2**22 + 1) == ""
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert name_of_process(process.pid) == "", "it has ended"
+    process.wait()

@@ -1,7 +1,5 @@
 """Whoever can write to the workspace is not the one whose credentials the pod holds: what it names is neither read nor sent."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading
@@ -25,7 +23,7 @@ from tests.unit.finetune_trainer.publish.test_registry import Request, Server, s
 SECRET = b'{"auths": {"registry.example": {"auth": "canary-that-sings"}}}'
 SECRET_SHA256 = hashlib.sha256(SECRET).hexdigest()
 WEIGHTS = "merged/model-00001-of-00002.safetensors"
-PATIENCE_SECONDS = 5.0
+PATIENCE_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -94,7 +92,7 @@ def from_results(context: RunContext, path: Path) -> str:
     return os.path.relpath(path, context.output.merged)
 
 
-def test_what_nobody_has_touched_is_published(context, registry):
+def test_untouched_results_are_published(context, registry):
     publish(context, registry)
     assert sum(len(request.body) for request in registry.seen if request.method == "PATCH") > 8000
 
@@ -175,16 +173,7 @@ def link_of_journal(context: RunContext, secret: Path) -> None:
 
 @pytest.mark.parametrize(
     "attack",
-    [
-        link_to_file,
-        link_to_directory,
-        link_of_results,
-        link_of_sums,
-        pipe,
-        pipe_of_sums,
-        pipe_of_journal,
-        link_of_journal,
-    ],
+    [link_to_file, link_to_directory, link_of_results, link_of_sums, pipe, pipe_of_sums, pipe_of_journal, link_of_journal],
 )
 def test_links_and_pipes_are_refused_and_never_followed(context, registry, secret, attack: Callable[[RunContext, Path], None]):
     attack(context, secret)

@@ -1,7 +1,5 @@
 """Answers of servers that mean no good, or are broken, end in an error and never in a full memory or an endless loop."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 

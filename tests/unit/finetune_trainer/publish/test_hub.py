@@ -1,7 +1,5 @@
 """Publishing to the Hub with the real client: what readers see, what is sent, what is refused, and what failures do."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -154,13 +152,6 @@ def test_what_passes_is_survived(hub, made, part, fault):
     assert len(hub.repositories["models", NAME].older) == 1
 
 
-def test_a_commit_whose_answer_is_lost_is_not_made_twice(hub, made):
-    hub.fail("/commit/main", Fault(1, drop_answer=True))
-    publication = publish(hub, read_release(made.context))
-    assert publication.digest == hub.repositories["models", NAME].commit
-    assert len(hub.repositories["models", NAME].older) == 1
-
-
 def test_what_was_sent_before_it_broke_off_is_not_sent_again(hub, made):
     release = read_release(made.context)
     hub.fail("/commit/main", Fault(100, status=503))
@@ -232,7 +223,7 @@ def test_another_model_is_neither_touched_nor_mixed(hub, made, standing):
     assert hub.writes.received == []
 
 
-def test_weights_that_somebody_put_in_the_place_of_ours_are_not_deleted(hub, tmp_path):
+def test_foreign_weights_under_our_names_are_not_deleted(hub, tmp_path):
     publish(hub, read_release(finished(tmp_path / "older").context))
     repository = hub.repositories["models", NAME]
     foreign = repository.files | {"model-00002.safetensors": b"theirs" * 200}
@@ -316,7 +307,7 @@ def test_what_a_human_has_to_mend_is_refused_at_once(hub, made, part, fault):
     ) <= set(FIRST_FILES)
 
 
-def test_a_full_storage_is_told_in_its_own_words(hub, made):
+def test_a_full_storage_is_reported_in_its_own_words(hub, made):
     hub.writes.storage_refusal = "storage limit of the organisation reached"
     assert "storage limit of the organisation reached" in str(failure(hub, read_release(made.context)))
 

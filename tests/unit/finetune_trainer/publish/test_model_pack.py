@@ -1,31 +1,16 @@
 """A release as an artifact of a registry: the media types of the specification, and equal bytes for equal releases."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from finetune_trainer.publish.model_pack import build_artifact, media_type
 from finetune_trainer.release.checksums import read_release
+from tests.support.cases import table
 from tests.support.finished_run import finished_run
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("model-00001-of-00002.safetensors", "weight.v1.raw"),
-        ("adapter/adapter_model.safetensors", "weight.v1.raw"),
-        ("config.json", "weight.config.v1.raw"),
-        ("merges.txt", "weight.config.v1.raw"),
-        ("chat_template.jinja", "weight.config.v1.raw"),
-        ("README.md", "doc.v1.raw"),
-        ("LICENSE.txt", "doc.v1.raw"),
-        ("SHA256SUMS", "doc.v1.raw"),
-        ("provenance.json", "doc.v1.raw"),
-        ("modeling.py", "code.v1.raw"),
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), table(__file__, "test_layers_have_the_media_types_of_the_specification"))
 def test_layers_have_the_media_types_of_the_specification(name, kind):
     assert media_type(name) == f"application/vnd.cncf.model.{kind}"
 

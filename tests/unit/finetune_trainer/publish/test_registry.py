@@ -1,7 +1,5 @@
 """Ways into a registry and out of it: tokens, redirects, and to whom credentials go. The real server is in tests/integration."""
 
-from __future__ import annotations
-
 import base64
 import json
 import threading

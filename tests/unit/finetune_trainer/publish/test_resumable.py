@@ -1,7 +1,5 @@
 """What publishing remembers between two attempts, and that it sends only what was released."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import threading

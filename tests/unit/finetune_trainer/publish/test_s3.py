@@ -1,7 +1,5 @@
 """Publishing to an object store in memory. A real store, faults and kills are in tests/integration and tests/kill."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 
@@ -82,7 +80,7 @@ def test_two_publications_at_once_do_not_overwrite_each_other(store: MemoryS3, t
     assert store.objects == visible(fast)
 
 
-def test_an_answer_that_was_lost_is_not_taken_for_somebody_elses_object(store: MemoryS3, tmp_path: Path) -> None:
+def test_after_a_lost_answer_our_own_object_is_recognised(store: MemoryS3, tmp_path: Path) -> None:
     context, lost = run(tmp_path, "first"), set()
 
     def lose(request: AWSPreparedRequest) -> Answer | None:
@@ -140,7 +138,7 @@ def test_a_stop_ends_a_body_in_the_middle() -> None:
 
     store.before = half
     with pytest.raises(StoppedError):
-        Bucket(store.client(), BUCKET, stop, signed=False).put("key", b"x" * 100, "0")
+        Bucket(store.client(), BUCKET, stop, QUICK, signed=False).put("key", b"x" * 100, "0")
     assert store.objects == {}
 
 

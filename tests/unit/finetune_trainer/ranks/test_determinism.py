@@ -1,7 +1,5 @@
 """A rank of a deterministic job pins its kernels before it joins, and no other rank does."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The test of a device: what a right one passes, and that one wrong value is seen."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Output of ranks, in files of bounded size."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,12 +1,10 @@
 """Which report names the cause, and what ends up in the termination log."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_trainer.ranks.reports import ECHO_SECONDS, SilentEvidence, date_echo, failed_ranks, root_cause, silent_failures
-from finetune_trainer.roles.train import was_out_of_memory
+from finetune_trainer.roles.train import kills_for_memory
 
 
 def failed(failure: FailureClass, time: float, rank: int) -> TerminationReport:
@@ -84,14 +82,14 @@ def test_an_abort_by_the_watchdog_of_nccl_is_an_echo() -> None:
 
 def test_a_kill_is_out_of_memory_only_where_the_cgroup_says_so(tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
-    assert not was_out_of_memory([events])
+    assert kills_for_memory([events]) == 0
     events.write_text("low 0\nhigh 0\nmax 12\noom 0\noom_kill 0\n")
-    assert not was_out_of_memory([events])
+    assert kills_for_memory([events]) == 0
     events.write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 1\n")
-    assert was_out_of_memory([events])
+    assert kills_for_memory([events]) == 1
     version_1 = tmp_path / "memory.oom_control"
     version_1.write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    assert was_out_of_memory([tmp_path / "absent", version_1])
+    assert kills_for_memory([tmp_path / "absent", version_1]) == 1
     (silent,) = silent_failures({0: -9}, [], evidence(is_out_of_memory=True))
     assert silent.failure is FailureClass.HOST_OUT_OF_MEMORY
     (other,) = silent_failures({0: -11}, [], evidence(is_out_of_memory=True))

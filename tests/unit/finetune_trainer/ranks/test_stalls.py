@@ -1,7 +1,5 @@
 """Which rank keeps the others waiting, from plain records."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from pathlib import Path

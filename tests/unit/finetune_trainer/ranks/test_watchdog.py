@@ -1,7 +1,5 @@
 """Watchdogs of forked ranks that stop: who is named, what is left, and that every process ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -51,10 +49,7 @@ def _rank(
     heartbeat = Heartbeat()
     if rank == 0:
         pid_file(context).write_text(str(os.getpid()))
-    with (
-        Watchdog(context, heartbeat, rank=rank, world_size=2, node_rank=rank).watching(),
-        joined(rank, 2, rank, store) as gang,
-    ):
+    with Watchdog(context, heartbeat, rank=rank, world_size=2, node_rank=rank).watching(), joined(rank, 2, rank, store) as gang:
         for step in range(1, STEPS):
             if fault is not None and step == FAULTY_STEP:
                 fault()

@@ -1,7 +1,5 @@
 """A model of a real size, of which only the configuration and the headers exist."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tasks of a rehearsal's children notice what raises no exception of its own."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

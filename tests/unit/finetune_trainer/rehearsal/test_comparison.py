@@ -1,7 +1,5 @@
 """Which differences of gradients rounding explains."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A job that goes right passes; a trainer that goes wrong is found, in the stage where it does."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -27,7 +25,6 @@ from tests.unit.finetune_trainer.rehearsal.large_model import write_headers
 
 SECONDS = 300.0
 """The machine may be busy."""
-STAGES = (Stage.BUILD, Stage.TRAIN, Stage.RESUME, Stage.SAVE, Stage.COMPARE, Stage.MERGE)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +70,11 @@ def _rehearse(
 
 
 def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
-    report = rehearsed(plan_of(tiny_spec()), model, tmp_path / "root")
+    """Also if what is published beside the weights has directories."""
+    base = Path(shutil.copytree(model, tmp_path / "base"))
+    (base / "additional_chat_templates").mkdir()
+    (base / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
+    report = rehearsed(plan_of(tiny_spec()), base, tmp_path / "root")
     assert report.verdict is Verdict.PASSED, report.model_dump_json(indent=1)
     assert [result.stage for result in report.stages] == [
         Stage.BUILD,
@@ -90,18 +91,13 @@ def test_a_job_that_goes_right_passes(model: Path, tmp_path: Path) -> None:
     assert 0 < report.peak_memory_bytes < 3 << 30
 
 
-def test_results_may_hold_directories(model: Path, tmp_path: Path) -> None:
-    base = Path(shutil.copytree(model, tmp_path / "base"))
-    (base / "additional_chat_templates").mkdir()
-    (base / "additional_chat_templates/tool_use.jinja").write_text("{{ messages }}")
-    report = rehearsed(plan_of(tiny_spec()), base, tmp_path / "root")
-    assert report.verdict is Verdict.PASSED, report.model_dump_json(indent=1)
-
-
 @pytest.mark.parametrize(
     "spec",
     [
-        tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
+        pytest.param(
+            tiny_spec(method={"type": "QDoRA", "lora": {"r": 4, "loraDropout": "0.1"}}, merge={"base": "Dequantized"}),
+            marks=pytest.mark.nightly,
+        ),
         tiny_spec(
             method={"type": "Full", "lora": None},
             parallelism={"processesPerNode": 4, "fsdp": {"version": 1, "offloadParams": True}},
@@ -220,9 +216,10 @@ FAULTS = {
     "gradient-of-one-tensor": Planted("train.step:local_gradients", weaker_last_layer, Stage.COMPARE),
     "merges-nothing": Planted("roles.merge:merge_adapter", copied_base, Stage.MERGE, 1),
 }
+AT_NIGHT = ("no-checkpoint", "part-of-an-adapter")
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.nightly if name in AT_NIGHT else ()) for name in FAULTS])
 def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     merge = {"enabled": fault.stage is Stage.MERGE}
@@ -244,7 +241,9 @@ def test_a_planted_fault_is_found_in_its_stage(model: Path, tmp_path: Path, name
             "in step 1 the gradient of",
             marks=pytest.mark.nightly,  # With 32 bits it is planted above.
         ),
-        (partial(wrap, "train.step:local_gradients", lost_on_a_rank), "in step 2 the gradient of"),
+        pytest.param(
+            partial(wrap, "train.step:local_gradients", lost_on_a_rank), "in step 2 the gradient of", marks=pytest.mark.nightly
+        ),
         (without_a_micro_step, "gradient norm"),
     ],
     ids=["one-tensor", "part-of-a-rank", "micro-step"],

@@ -1,7 +1,5 @@
 """The twin of any configuration is small, can be built and computed, and keeps what matters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -92,6 +90,18 @@ def test_every_kind_of_layer_stays_and_numbers_follow() -> None:
 def test_layers_that_come_every_so_often_are_reached() -> None:
     config = {**configuration("qwen3-moe-235b").to_dict(), "decoder_sparse_step": 4, "mlp_only_layers": []}
     assert shrink(config).config["num_hidden_layers"] == 4
+
+
+def test_layers_that_are_all_kept_keep_their_numbers() -> None:
+    layers = shrink(llama()).layers
+    assert layers is not None
+    assert layers.count < 80
+    shrunken = shrink(llama(), kept=["num_hidden_layers"])
+    assert (shrunken.config["num_hidden_layers"], shrunken.layers) == (80, None)
+    cut = shrink(
+        {**llama(), "vision_config": {"num_hidden_layers": 24, "hidden_size": 64}}, kept=["vision_config.num_hidden_layers"]
+    )
+    assert cut.layers is not None, "the text part has fewer"
 
 
 def test_leading_dense_layers_are_counted_anew() -> None:

@@ -1,7 +1,5 @@
 """The plan of a rehearsal is the job's but for what a scaled-down model on two CPU ranks forces."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -9,7 +7,9 @@ from finetune_job.api.enumerations import Dtype
 from finetune_job.api.training import Precision
 from finetune_trainer.rehearsal.comparison import coarsest_dtype
 from finetune_trainer.rehearsal.scaled_plan import float32_plan, scaled_plan
+from finetune_trainer.small_models.shrink import shrink
 from tests.support.tiny_model import plan_of, tiny_spec
+from tests.unit.finetune_trainer.rehearsal.configurations import configuration
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,17 @@ def test_nothing_is_offloaded_where_there_is_no_device() -> None:
     assert plan.parallelism.fsdp.offload_params
     assert not twin.parallelism.fsdp.offload_params
     assert "parallelism.fsdp.offloadParams: True -> False" in [change.text() for change in changes]
+
+
+@pytest.mark.parametrize(("is_small", "policy"), [(True, "TRANSFORMER_BASED_WRAP"), (False, "SIZE_BASED_WRAP")])
+def test_a_smaller_model_is_divided_into_its_layers(is_small: bool, policy: str) -> None:
+    """The modules that a size chooses are others there."""
+    plan = plan_of(tiny_spec(parallelism={"fsdp": {"autoWrapPolicy": "SIZE_BASED_WRAP", "minNumParams": 10**9}}))
+    twin, changes = scaled_plan(plan, shrink(configuration("llama-70b").to_dict()) if is_small else None)
+    assert twin.parallelism.fsdp.auto_wrap_policy == policy
+    assert twin.parallelism.fsdp.min_num_params == (None if is_small else 10**9)
+    said = "parallelism.fsdp.autoWrapPolicy: SIZE_BASED_WRAP -> TRANSFORMER_BASED_WRAP"
+    assert (said in [change.text() for change in changes]) is is_small
 
 
 def test_layers_are_torchs_own() -> None:

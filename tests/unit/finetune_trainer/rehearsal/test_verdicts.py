@@ -1,7 +1,5 @@
 """What a rehearsal saw -> a finding of the right weight, with the field and the fix that the message names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A verdict is kept for a rehearsal that would be the same, and for no other; a file that is not whole is as good as none."""
 
-from __future__ import annotations
-
 import json
 import os
 import time
@@ -186,10 +184,7 @@ def changed(**values: Any) -> Callable[[Path], None]:
         changed(report={"verdict": "Failed"}),
         changed(report={"verdict": "Passed", "unknown": 1}),
         changed(
-            report={
-                "verdict": "Passed",
-                "findings": [not_done_finding("made up", Path("/nowhere")).model_dump(mode="json")],
-            }
+            report={"verdict": "Passed", "findings": [not_done_finding("made up", Path("/nowhere")).model_dump(mode="json")]}
         ),
         fifo,
         directory,

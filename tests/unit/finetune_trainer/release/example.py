@@ -1,7 +1,5 @@
 """A finished run without its computing: plan, workspace, base model and small results in the layout of real ones."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The adapter for serving: PEFT loads what is published, its names follow PEFT's rules, and engines get what they support."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,62 +12,20 @@ from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from finetune_job.methods import Family, supported
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.model.adapters import adapter_settings, attach, fixed_tensors, stored_names
 from finetune_trainer.model.load import build_with_lazy_zeros
 from finetune_trainer.release.adapter_check import PEFT_PREFIX, check_adapter, serving_report, tensor_descriptions
 from finetune_trainer.weights.errors import MergeError
-from tests.support.method_settings import SETTINGS
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 BASE_NAME, COMMIT = "maker/base", "b" * 40
-LORA: dict[str, dict[str, Any]] = {
-    "LoRA": {"type": "LoRA", "lora": {"r": 4}},
-    "rsLoRA": {"type": "LoRA", "lora": {"r": 4, "useRslora": True}},
-    "embedding": {"type": "LoRA", "lora": {"r": 4, "targetModules": ["embed_tokens", "q_proj", "lm_head"]}},
-    "same scaling": {
-        "type": "LoRA",
-        "lora": {"r": 4, "loraAlpha": 8, "rankPattern": {"q_proj": 8}, "alphaPattern": {"q_proj": 16}},
-    },
-    "high rank": {"type": "LoRA", "lora": {"r": 33}},
-    "QLoRA": {"type": "QLoRA", "lora": {"r": 4}},
-    "ranks": {"type": "LoRA", "lora": {"r": 4, "rankPattern": {"q_proj": 9}}},
-    "alphas": {"type": "LoRA", "lora": {"r": 4, "alphaPattern": {"q_proj": 1}}},
-}
-NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = {
-    "DoRA": ({"type": "DoRA", "lora": {"r": 4}}, "DoRA"),
-    "saved modules": (
-        {"type": "LoRA", "lora": {"r": 4, "targetModules": ["q_proj"], "modulesToSave": ["lm_head"]}},
-        "modules_to_save",
-    ),
-    "bias": ({"type": "LoRA", "lora": {"r": 4, "bias": "lora_only"}}, "bias"),
-    "rank": ({"type": "LoRA", "lora": {"r": 600}}, "600"),
-    "parameters": (
-        {"type": "LoRA", "lora": {"r": 4, "targetModules": [], "targetParameters": ["q_proj.weight"]}},
-        "depends on the model, and target_parameters names q_proj.weight",
-    ),
-}
-FOR_LLAMA_CPP = {
-    "LoRA": True,
-    "rsLoRA": False,
-    "embedding": True,
-    "same scaling": False,
-    "high rank": True,
-    "QLoRA": True,
-    "DoRA": False,
-    "saved modules": False,
-    "bias": False,
-    "ranks": True,
-    "alphas": False,
-    "rank": True,
-    "parameters": False,
-}
+LORA: dict[str, dict[str, Any]] = table(__file__, "LORA")
+NOT_SERVED: dict[str, tuple[dict[str, Any], str]] = table(__file__, "NOT_SERVED")
+FOR_LLAMA_CPP = table(__file__, "FOR_LLAMA_CPP")
 """It multiplies by lora_alpha over each module's own rank. tests/e2e/test_llama_cpp.py asks it."""
-OTHERS = {
-    kind.value: {"type": kind.value, "lora": None, "settings": SETTINGS.get(kind.value, {})} for kind in supported(Family.OTHER)
-}
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +59,9 @@ def written(base: Path, directory: Path, method: dict[str, Any]) -> RunPlan:
     return plan
 
 
-@pytest.mark.parametrize("method", [*LORA.values(), *OTHERS.values()], ids=[*LORA, *OTHERS])
+@pytest.mark.parametrize("method", LORA.values(), ids=LORA)
 def test_peft_loads_every_tensor_as_it_is_published(base, tmp_path, method):
+    """model/test_adapters_every_method.py shows the same of other methods."""
     plan = written(base, tmp_path, method)
     report = check_adapter(tmp_path, plan, base)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
@@ -115,11 +72,11 @@ def test_peft_loads_every_tensor_as_it_is_published(base, tmp_path, method):
     assert all(name.startswith(PEFT_PREFIX) for name in stored)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["revision"]) == (BASE_NAME, COMMIT)
-    assert report.is_served is (plan.method.lora is not None)
+    assert report.is_served
 
 
 @pytest.mark.parametrize(("method", "word"), NOT_SERVED.values(), ids=NOT_SERVED.keys())
-def test_what_vllm_cannot_load_or_would_scale_wrongly_is_said(base, tmp_path, method, word):
+def test_adapters_that_vllm_cannot_load_or_would_scale_wrongly_are_not_served(base, tmp_path, method, word):
     report = check_adapter(tmp_path, written(base, tmp_path, method), base)
     assert not report.is_served
     assert word in report.text()

@@ -1,6 +1,4 @@
-"""The model card: what the Hub reads of it, what people read, and that no name of a user is taken for markup."""
-
-from __future__ import annotations
+"""The model card: what the Hub and people read, and that no name of a user is taken for markup."""
 
 import dataclasses
 import re
@@ -14,7 +12,8 @@ from finetune_trainer.release.adapter_check import ServingReport
 from finetune_trainer.release.card import adapter_card, front_matter, model_card
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.licence import Licence
-from tests.unit.finetune_trainer.release.example import FROM_HUB, example
+from tests.support.cases import table
+from tests.unit.finetune_trainer.release.example import DATA_COMMIT, FROM_HUB, IMAGE, example
 
 HUB = {"output.destination": "hf://team/tuned"}
 
@@ -42,6 +41,29 @@ def test_the_hub_reads_what_it_needs(tmp_path):
     assert read_back(adapter_card(facts))["base_model_relation"] == "adapter"
 
 
+def test_everything_about_the_run_is_on_the_card(tmp_path):
+    made = example(tmp_path, FROM_HUB | HUB)
+    card = model_card(made.facts())
+    expected = [
+        f"`hf://datasets/maker/records/train` at `{DATA_COMMIT}`",
+        "| 30 | 4,321 | 1,234 |",
+        f"* `a.jsonl`: SHA-256 `{'e' * 64}`",
+        "10 optimizer steps over 1,000 tokens, 600 of them supervised.",
+        "| base model | 0 | 2.5000 |",
+        "| last | 10 | 1.7500 |",
+        "| same most likely token | 99.000% | at least 97.00% |",
+        "| mean KL divergence of 90% of positions, nats | 0.0001 | at most 0.005 |",
+        f"| plan, SHA-256 | `{made.context.plan_sha256}` |",
+        f"| trainer image | `{IMAGE}` |",
+        f"| base digest, SHA-256 over configuration, index, headers and sizes | `{'c' * 64}` |",
+        "whose licence still applies: `maker-terms`",
+        "| `learning_rate` |",
+        "| `r` | `16` |",
+        "| `weight_decay` | `0` |",
+    ]
+    assert [part for part in expected if part not in card] == []
+
+
 def test_names_that_the_hub_does_not_know_are_left_out(tmp_path):
     found = read_back(model_card(example(tmp_path).facts()))
     assert "base_model" not in found
@@ -57,19 +79,8 @@ def test_an_adapter_alone_is_an_adapter(tmp_path):
     assert "Verification" not in card
 
 
-@pytest.mark.parametrize(
-    ("destination", "expected"),
-    [
-        (
-            "hf://team/tuned",
-            ["from_pretrained('team/tuned'", "from_pretrained('team/tuned-adapter'", "tuned=team/tuned-adapter\n"],
-        ),
-        ("s3://results/run", ["from_pretrained('./merged'", "aws s3 cp --recursive s3://results/run ."]),
-        ("oci://registry.example/team/tuned:v1", ["from_pretrained('.'", "oras pull registry.example/team/tuned:v1"]),
-        ("pvc://out/result", ["from_pretrained('./merged'", "AutoPeftModelForCausalLM.from_pretrained('./adapter'"]),
-    ],
-)
-def test_it_says_how_to_load_from_where_it_lies(tmp_path, destination, expected):
+@pytest.mark.parametrize(("destination", "expected"), table(__file__, "test_the_card_says_how_to_load_from_the_destination"))
+def test_the_card_says_how_to_load_from_the_destination(tmp_path, destination, expected):
     card = model_card(example(tmp_path, FROM_HUB | {"output.destination": destination}).facts())
     assert [part for part in expected if part not in card] == []
     assert "--enable-lora --max-lora-rank 16" in card
@@ -90,7 +101,7 @@ def test_it_is_the_same_each_time_and_names_no_directory(tmp_path):
     assert str(tmp_path) not in card
 
 
-def test_what_vllm_does_not_serve_is_said_with_the_reason(tmp_path):
+def test_the_card_says_why_vllm_does_not_serve_an_adapter(tmp_path):
     made = example(tmp_path)
     card = model_card(made.facts(ServingReport(("it has no DoRA",), None)))
     assert "vLLM does not serve the adapter as it is: `it has no DoRA`." in card
@@ -124,10 +135,7 @@ def plain_facts(tmp_path_factory) -> RunFacts:
 def test_no_text_of_a_user_breaks_the_card(plain_facts, name, source, licence, link, model):
     plan = plain_facts.plan
     plan = plan.model_copy(
-        update={
-            "job": plan.job.model_copy(update={"name": name}),
-            "model": plan.model.model_copy(update={"name": model}),
-        }
+        update={"job": plan.job.model_copy(update={"name": name}), "model": plan.model.model_copy(update={"name": model})}
     )
     sources = tuple(dataclasses.replace(one, source=source) for one in plain_facts.sources)
     facts = dataclasses.replace(

@@ -1,7 +1,5 @@
 """Where results lie at each kind of destination, and the list of checksums that proves them."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Signatures of releases, verified by openssl, which has no part in making them."""
 
-from __future__ import annotations
-
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -76,9 +74,9 @@ def test_equal_releases_have_equal_signatures(release: Release, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-384"), "a key of another kind than P-256"),
-        (("-algorithm", "ED25519"), "a key of another kind than P-256"),
-        ((*P256, "-aes256", "-pass", "pass:x"), "or is encrypted"),
+        (("-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:P-384"), "is not a P-256 key"),
+        (("-algorithm", "ED25519"), "is not a P-256 key"),
+        ((*P256, "-aes256", "-pass", "pass:x"), "with an unencrypted private key"),
     ],
 )
 def test_other_keys_are_refused_without_a_word_of_theirs(
@@ -93,7 +91,7 @@ def test_other_keys_are_refused_without_a_word_of_theirs(
 
 
 def test_key_that_is_no_key_is_refused(release: Release, tmp_path: Path) -> None:
-    with pytest.raises(DestinationRefusedError, match="is no PEM file") as refused:
+    with pytest.raises(DestinationRefusedError, match="is not a PEM file") as refused:
         signed(release, "secret words", tmp_path)
     assert "secret" not in str(refused.value).replace("signingKeySecret", "")
 

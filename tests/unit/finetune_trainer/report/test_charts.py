@@ -1,7 +1,5 @@
 """Curves: which points are drawn, where, and what is said of them to those who do not see them."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -9,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_trainer.report.charts import HEIGHT, MAX_POINTS, WIDTH, Series, chart, describe, number, thin, ticks
+from tests.support.cases import table
 
 
 def test_a_curve_is_where_its_values_are() -> None:
@@ -47,33 +46,13 @@ def test_many_points_are_means_of_neighbours_with_a_band_that_keeps_the_extremes
     assert len(drawn.curves[0].band) == 2 * MAX_POINTS
 
 
-@pytest.mark.parametrize(
-    ("lowest", "highest", "inside", "around"),
-    [
-        (0.0, 10.0, [0, 5, 10], [0, 5, 10]),
-        (1.3, 7.9, [2, 4, 6], [0, 2, 4, 6, 8]),
-        (0.00012, 0.00031, [0.00015, 0.0002, 0.00025, 0.0003], [0.0001, 0.00015, 0.0002, 0.00025, 0.0003, 0.00035]),
-        (3.0, 3.0, [3.0], [3.0]),
-    ],
-)
+@pytest.mark.parametrize(("lowest", "highest", "inside", "around"), table(__file__, "test_ticks_are_round_numbers"))
 def test_ticks_are_round_numbers(lowest: float, highest: float, inside: list[float], around: list[float]) -> None:
     assert ticks(lowest, highest) == pytest.approx(inside)
     assert ticks(lowest, highest, outward=True) == pytest.approx(around)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (7.8661, "7.866"),
-        (1234.5, "1,234"),
-        (0.0002, "2e-4"),
-        (0.00015, "1.5e-4"),
-        (2500000, "2.5e6"),
-        (1e7, "1e7"),
-        (-0.5, "-0.5"),
-    ],
-)
+@pytest.mark.parametrize(("value", "text"), table(__file__, "test_numbers_are_short"))
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) == text
 

@@ -1,7 +1,5 @@
 """Which held-out records are asked about, where their prompts end, and what is said if there are no answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +77,7 @@ HELD_OUT = {"data.validation": {"source": "pvc://data/held-out"}}
 )
 def test_there_are_none_if_the_plan_says_so(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     found = sample_answers(example(tmp_path, changes).context)
-    assert found.shown == ()
+    assert found.answers == ()
     assert found.reason.startswith(reason)
 
 

@@ -1,7 +1,5 @@
 """Jobs that add tokens, from preflight to the merged model, against transformers and PEFT by hand."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -21,6 +19,7 @@ from finetune_trainer.__main__ import main
 from finetune_trainer.added_tokens import read_added_tokens
 from finetune_trainer.context import RunContext, read_plan
 from finetune_trainer.errors import ModelError
+from finetune_trainer.inspection import source_model
 from finetune_trainer.inspection.audit import inspect_run
 from finetune_trainer.inspection.report import read_report
 from finetune_trainer.preflight import added_tokens, job_steps
@@ -28,7 +27,7 @@ from finetune_trainer.roles import audit
 from finetune_trainer.roles.merge import merge
 from finetune_trainer.roles.preflight import run
 from tests.support.forked_base import start_forked
-from tests.support.forked_ranks import Fault, run_gang
+from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 from tools import quickstart
 
@@ -131,7 +130,7 @@ def test_card_and_adapter_say_how_to_load_them(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded(input_ids=ids).logits, merged(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["QLoRA", pytest.param("DoRA", marks=pytest.mark.nightly), "Full", "TrainableTokens"])
+@pytest.mark.parametrize("method", ["Full", "TrainableTokens"])
 def test_other_methods_add_them_too(tmp_path: Path, method: str) -> None:
     """On two ranks, in the type that models are published in."""
     of_method: dict[str, Any] = {"type": method}
@@ -148,15 +147,6 @@ def test_other_methods_add_them_too(tmp_path: Path, method: str) -> None:
             assert torch.equal(tensor[:60], start[name][:60]) is (method != "Full")
     assert read_tokens(AutoTokenizer.from_pretrained(context.output.merged)) == [[257 + number] for number in range(10)]
     assert json.loads((context.output.merged / "config.json").read_text())["vocab_size"] == 267
-
-
-def test_a_killed_gang_ends_with_the_same_bytes(tmp_path: Path) -> None:
-    undisturbed, killed = (job(tmp_path / name, tied=False, num_ranks=2) for name in ("undisturbed", "killed"))
-    assert run_gang(undisturbed) == [0, 0]
-    assert run_gang(killed, [Fault("train.step:optimizer_step", call=4, rank=1)]) != [0, 0]
-    assert run_gang(killed) == [0, 0]
-    name = "adapter_model.safetensors"
-    assert (killed.workspace.adapter / name).read_bytes() == (undisturbed.workspace.adapter / name).read_bytes()
 
 
 @pytest.mark.parametrize("record", ["of another base", "nonsense"])
@@ -202,13 +192,16 @@ def changed_source(source: Path, change: str) -> None:
     [
         ("nothing", ""),
         ("row of an added token", ""),
-        ("known row", "another model.embed_tokens.weight than the base"),
-        ("last weight", "another model.norm.weight than the base"),
-        ("element type", "another model.norm.weight than the base"),
-        ("other tensors", "other tensors than the base"),
+        ("known row", "values of model.embed_tokens.weight that differ from the base"),
+        ("last weight", "values of model.norm.weight that differ from the base"),
+        ("element type", "values of model.norm.weight that differ from the base"),
+        ("other tensors", "different tensors from the base"),
     ],
 )
-def test_an_audit_compares_the_base_that_the_job_names_with_what_was_made_of_it(tmp_path: Path, change: str, told: str) -> None:
+def test_an_audit_compares_the_base_that_the_job_names_with_what_was_made_of_it(
+    tmp_path: Path, change: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_model, "_BLOCK_BYTES", 1000)
     context = job(tmp_path, tied=True)
     changed_source(context.source_model, change)
     findings = [each for each in inspect_run(context).findings if each.field == "spec.model.source"]

@@ -1,7 +1,5 @@
 """The fetch role sees that there is room before it copies; transfers have tests of their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

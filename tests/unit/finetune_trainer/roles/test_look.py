@@ -1,8 +1,12 @@
 """The look at the first records says what preflight says of all of them, in its words."""
 
 import json
+from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from finetune_job.api.base import claim_path
 from finetune_job.api.inputs import DataFormat, LossOn
@@ -12,6 +16,7 @@ from finetune_trainer.data.prepare import prepare
 from finetune_trainer.roles.look import look
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
 
+OTHER_KEYS = Path(__file__).parents[1] / "data" / "other_keys.yaml"
 TURNS = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
 CHAT = {"messages": TURNS}
 LONG = {"messages": [TURNS[0], {"role": "assistant", "content": "a" * 400}]}
@@ -77,6 +82,11 @@ def said(findings):
         ([CHAT, "{", {"chat": TURNS}, {"chat": TURNS}], None, ["data-record-invalid", "data-record-invalid"]),
         ([CHAT, {"messages": TURNS[:1]}], None, ["data-record-invalid"]),
         ([{"prompt": "q", "chosen": "a", "rejected": "b"}], None, ["data-preference-pairs"]),
+        ([{**CHAT, "label": False}], None, ["data-preference-pairs"]),
+        ([{**CHAT, "mood": 1, "id": 1}, LONG], None, ["data-keys-unread", "data-records-dropped"]),
+        ([{"messages": [{**TURNS[0], "mood": 1}, TURNS[1]]}], None, ["chat-words-left-out"]),
+        ([{"messages": [TURNS[0], {**TURNS[1], "weight": 0}]}], None, ["data-record-invalid"]),
+        ([{**CHAT, "chat_template_kwargs": {"mood": 1}}], None, ["chat-words-left-out"]),
         ([], None, ["data-empty"]),
         ([CHAT, LONG], [CHAT], ["data-held-out-in-training", "data-records-dropped"]),
         ([CHAT], "train.jsonl", ["data-held-out-in-training", "data-held-out-in-training"]),
@@ -92,6 +102,25 @@ def test_preflight_says_the_same(claims, train, held_out, rules):
     with prepare(data, claims, claims / "models", CHATML.tokenizer(), claims / "prepared", num_workers=0) as preparation:
         told = said(finding.model_dump(mode="json") for finding in preparation.findings)
     assert said(found) == told
+
+
+KEYS = st.sampled_from([row[2] for row in yaml.safe_load(OTHER_KEYS.read_text()) if row[1] in ("record", "turn")] + ["mood"])
+VALUES = st.sampled_from([None, "", "x", True, False, 0, 1, 0.5, [], ["a.png"], [0, 1], {"a": None}, {"mood": "b"}, "false"])
+OTHERS = st.dictionaries(KEYS, VALUES, max_size=2)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(extras=st.lists(st.tuples(OTHERS, OTHERS), min_size=1, max_size=5))
+def test_preflight_says_the_same_about_records_with_any_other_keys(claims, extras):
+    records = [
+        {"messages": [{"role": "user", "content": f"q{number}"}, {**TURNS[1], **of_turn}], **of_record}
+        for number, (of_record, of_turn) in enumerate(extras)
+    ]
+    write(claims, "train.jsonl", records)
+    data = plan()
+    with prepare(data, claims, claims / "models", CHATML.tokenizer(), claims / "prepared", num_workers=0) as preparation:
+        told = said(finding.model_dump(mode="json") for finding in preparation.findings)
+    assert said(look(order(claims, data))["findings"]) == [each for each in told if each[0] != "data-records-repeated"]
 
 
 def test_a_template_that_never_ends_is_a_finding(claims, monkeypatch):
@@ -129,4 +158,4 @@ def test_added_tokens_are_one_token_each_and_known_ones_are_told(claims):
     (finding,) = known["findings"]
     assert (finding["rule"], finding["value"]) == ("added-token-known", "<|im_end|>")
     assert [(change["field"], change["value"]) for change in finding["changes"]] == [("spec.model.addedTokens", [tool])]
-    assert known["why_no_tokens"] == "The tokenizer cannot be used, as is said below"
+    assert known["why_no_tokens"] == "The tokenizer cannot be used (see below)"

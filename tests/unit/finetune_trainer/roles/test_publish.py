@@ -1,7 +1,5 @@
 """The publish role brings a complete release to one destination, and reports where it is."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a job publishes to the Hub loads by the commands of its model cards as they are written, with the real libraries."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

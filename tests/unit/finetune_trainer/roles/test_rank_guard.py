@@ -3,8 +3,6 @@
 The guard looks at real processes that stand for ranks. What a gang with such a rank does as a whole is in test_train.py.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,11 @@ from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.resolve import placement_of
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.inspection.report import RehearsalReport, Stage, StageResult, Verdict, read_report
+from finetune_trainer.preflight import job_steps
+from finetune_trainer.processes.child import start_answering
 from finetune_trainer.processes.forked import ResourceBounds, run_children
 from finetune_trainer.rehearsal.child_tasks import make_model_in_child
-from finetune_trainer.rehearsal.scaled_model import RehearsalPaths
+from finetune_trainer.rehearsal.scaled_model import RehearsalPaths, ScaledModel
 from finetune_trainer.rehearsal.verdicts import not_done_finding
 from finetune_trainer.roles import preflight
 from finetune_trainer.roles import rehearse as process
@@ -38,96 +41,78 @@ __all__ = ["claims", "context", "made_claims", "manifest", "model"]
 PASSED = RehearsalReport(verdict=Verdict.PASSED, seconds=9.0, stages=(StageResult(stage=Stage.BUILD, seconds=1.0),))
 
 
-class Recorded:
-    """Stands for the process, and writes down what it is told."""
-
-    def __init__(self, told: list[str], verdict: RehearsalReport) -> None:
-        self.told, self.verdict, self.is_rehearsing = told, verdict, False
-
-    def __call__(self, _context: Any, **_: Any) -> Recorded:
-        self.told.append("start")
-        return self
-
-    def check(self) -> Any:
-        self.told.append("check")
-        return preflight.check_model(self.job.plan, self.job.base_model)
-
-    def begin_rehearsal(self) -> None:
-        self.told.append("begin")
-        self.is_rehearsing = True
-
-    def rehearsal(self) -> RehearsalReport:
-        self.told.append("verdict")
-        return self.verdict
-
-    def close(self) -> None:
-        self.told.append("end")
-
-    def __enter__(self) -> Recorded:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.told.append("exit")
-
-
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Preflight as in a pod, where it does without torch; the check of the data is written down, too."""
+    """Preflight with a rehearsal that is only written down."""
     told: list[str] = []
-    stand_in = Recorded(told, PASSED)
+    verdicts: list[RehearsalReport] = []
+
+    def start(_job: Any, until_done: ExitStack) -> Callable[[], RehearsalReport]:
+        told.append("begin")
+        until_done.callback(told.append, "end")
+
+        def wait() -> RehearsalReport:
+            told.append("verdict")
+            return verdicts[-1]
+
+        return wait
 
     def run(job: Any, verdict: RehearsalReport = PASSED) -> tuple[Any, list[str]]:
         told.clear()
-        stand_in.job, stand_in.verdict, stand_in.is_rehearsing = job, verdict, False
-        monkeypatch.setattr(preflight, "ModelProcess", stand_in)
-        monkeypatch.setattr(preflight, "torch_is_here", lambda: False)
-        return preflight.run(job), list(told)
+        verdicts.append(verdict)
+        monkeypatch.setattr(preflight, "start_rehearsal", start)
+        return preflight.run(job), told
 
     return run
 
 
-def test_the_process_begins_first_and_rehearses_next_to_the_data(context: Any, recorded: Any, monkeypatch: Any) -> None:
-    from finetune_trainer.preflight import job_steps
+def test_processes_work_while_this_one_does(context: Any, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's inspection while the tokenizer is loaded, and the rehearsal while the data is prepared."""
+    _, told = recorded(context({"preflight.rehearsal": "Skip"}))
+    checked = preflight.check_model
 
-    seen: list[str] = []
-    original = job_steps.prepare
+    def written_down(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, **named: (told.append(name), original(*arguments, **named))[1]
 
-    def prepare(*arguments: Any, **named: Any) -> Any:
-        seen.append(f"after {recorded_steps[-1]}")
-        return original(*arguments, **named)
+    class Process:
+        def __enter__(self) -> Process:
+            return self
 
-    recorded_steps: list[str] = []
-    monkeypatch.setattr(
-        Recorded, "begin_rehearsal", lambda self: (recorded_steps.append("begin"), setattr(self, "is_rehearsing", True))
-    )
-    monkeypatch.setattr(job_steps, "prepare", prepare)
-    result, told = recorded(context({"preflight.rehearsal": "Run"}))
+        def __exit__(self, *_: object) -> None:
+            told.append("end of the model")
+
+    job = context({"preflight.rehearsal": "Run"})
+    monkeypatch.setattr(job_steps, "torch_is_here", lambda: False)
+    monkeypatch.setattr(job_steps, "start_check", written_down("model", lambda *_: Process()))
+    monkeypatch.setattr(preflight, "finish_check", written_down("structure", lambda *_: checked(job.plan, job.base_model)))
+    for module, name, short in ((job_steps, "load_checked_tokenizer", "tokenizer"), (job_steps, "prepare", "data")):
+        monkeypatch.setattr(module, name, written_down(short, getattr(module, name)))
+    result, told = recorded(job)
     assert result.outcome is Outcome.SUCCEEDED
-    assert seen == ["after begin"]
-    assert told == ["start", "check", "verdict", "exit"]
+    assert told == ["model", "tokenizer", "structure", "begin", "data", "verdict", "end", "end of the model"]
 
 
-def test_a_process_that_rehearses_nothing_has_ended_before_the_data_is_prepared(context: Any, recorded: Any) -> None:
-    assert recorded(context({"preflight.rehearsal": "Skip"}))[1] == ["start", "check", "end", "exit"]
+def test_a_job_that_skips_the_rehearsal_or_is_refused_starts_none(context: Any, recorded: Any) -> None:
+    assert recorded(context({"preflight.rehearsal": "Skip"}))[1] == []
     refused = {"preflight.rehearsal": "Run", "method.lora.targetModules": ["nowhere"]}
     result, told = recorded(context(refused))
     assert result.outcome is Outcome.REFUSED
-    assert told == ["start", "check", "end", "exit"]
+    assert told == []
 
 
 def test_what_the_data_refuses_ends_a_rehearsal_unheard(context: Any, recorded: Any) -> None:
     result, told = recorded(context({"preflight.rehearsal": "Run", "data.source": "pvc://data/nothing.jsonl"}))
     assert result.outcome is Outcome.REFUSED
-    assert told == ["start", "check", "begin", "exit"]
+    assert told == ["begin", "end"]
     assert [finding.field for finding in result.findings] == ["spec.data.source"]
 
 
 def test_a_rehearsal_that_passed_is_not_repeated(context: Any, recorded: Any) -> None:
     job = context({"preflight.rehearsal": "Run"})
-    assert recorded(job)[1] == ["start", "check", "begin", "verdict", "exit"]
+    assert recorded(job)[1] == ["begin", "verdict", "end"]
     (kept,) = (job.claims_root / "workspace" / "rehearsals").iterdir()
     result, told = recorded(job)
-    assert told == ["start", "check", "end", "exit"]
+    assert told == []
     assert result.facts["rehearsal"] == "Passed"
     report = read_report(job.workspace.model_report)
     assert report is not None
@@ -149,7 +134,7 @@ def test_a_verdict_that_a_claim_keeps_is_not_trusted_where_the_profile_requires_
     monkeypatch.setattr(preflight, "find_verdict", lambda _context, key: asked.append(key))
     for _ in range(2):
         result, told = recorded(job)
-        assert (result.outcome, told) == (Outcome.SUCCEEDED, ["start", "check", "begin", "verdict", "exit"])
+        assert (result.outcome, told) == (Outcome.SUCCEEDED, ["begin", "verdict", "end"])
     assert asked == []
 
 
@@ -180,7 +165,7 @@ def test_what_the_rehearsal_finds_decides_and_is_found_again(context: Any, recor
     verdict = Verdict.FAILED if severity == "error" else Verdict.NOT_DONE
     for _ in range(2):
         result, told = recorded(job, RehearsalReport(verdict=verdict, findings=(finding,)))
-        assert told == ["start", "check", "begin", "verdict", "exit"]
+        assert told == ["begin", "verdict", "end"]
         assert result.outcome is (Outcome.REFUSED if severity == "error" else Outcome.SUCCEEDED)
         assert [each.rule for each in result.findings] == ["rehearsal-not-done"]
         assert job.workspace.prepared.exists() == (severity == "warning")
@@ -201,8 +186,8 @@ def test_the_budget_of_a_rehearsal_is_processor_time_beyond_what_came_before(
 
     monkeypatch.setattr("finetune_trainer.rehearsal.run.rehearse", rehearse)
     monkeypatch.setattr("finetune_trainer.processes.forked.used_processor_seconds", lambda: 7.0)
-    monkeypatch.setattr(process, "import_libraries", lambda _: None)
-    job, answer = context(), io.StringIO()
+    monkeypatch.setattr(process, "_import_libraries", lambda _: None)
+    job, answer = context(), io.BytesIO()
     process._rehearse(process._Order(job.plan, job.base_model, tmp_path / "scratch", answer), 1000.0, asked)
     (bounds,) = given
     assert (bounds.began, bounds.deadline, bounds.processor_seconds) == (1000.0, 1000.0 + clock, processors)
@@ -212,7 +197,6 @@ def test_the_budget_of_a_rehearsal_is_processor_time_beyond_what_came_before(
 def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     # Below the limit of the test itself. What else bounds it is processor time, of which it takes a small part.
     monkeypatch.setattr(process, "SECONDS", 540.0)
-    monkeypatch.setattr(preflight, "torch_is_here", lambda: False)
     job = context({"preflight.rehearsal": "Run"})
     result = preflight.run(job)
     assert result.outcome is Outcome.SUCCEEDED, result
@@ -224,29 +208,24 @@ def test_an_accepted_job_is_rehearsed_and_nothing_is_left(context: Any, monkeypa
     assert not list(job.workspace.root.glob("rehearsal*"))
 
 
-def test_a_started_process_finds_the_same_and_one_that_is_ended_leaves_neither_processes_nor_files(
-    context: Any, model: Path
-) -> None:
-    """With its libraries imported it has one thread, and nothing that it does sees a device: a fork copies neither."""
+def test_a_rehearsal_that_is_ended_leaves_neither_processes_nor_files(context: Any) -> None:
+    """With its libraries imported its process has one thread, and sees no device: a fork copies neither."""
     before = psutil.Process().children(recursive=True)
     job = context({"preflight.rehearsal": "Run"})
-    expected = preflight.check_model(job.plan, model)
-    with process.ModelProcess(job) as running:
-        assert running.check() == expected
-        place = Path(f"/proc/{running._child.pid}")
-        assert len(list((place / "task").iterdir())) == 1
-        variables = (place / "environ").read_text().split("\0")
-        assert {"CUDA_VISIBLE_DEVICES=", "OMP_NUM_THREADS=1"} <= set(variables)
-        running.begin_rehearsal()
+    with ExitStack() as until_done:
+        process.start_rehearsal(job, until_done)
+        (running,) = [each for each in psutil.Process().children() if each not in before]
         ranks = ("undisturbed", "killed")
         while not any((scratch / name).exists() for scratch in job.workspace.root.glob("rehearsal.tmp-*") for name in ranks):
-            assert running._child.wait(0.05) is None
-        family = psutil.Process().children(recursive=True)
+            assert running.is_running()
+            assert running.status() != psutil.STATUS_ZOMBIE
+            time.sleep(0.05)
+        assert running.num_threads() == 1
+        assert {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}.items() <= running.environ().items()
+        family = [each for each in psutil.Process().children(recursive=True) if each not in before]
     assert not list(job.workspace.root.glob("rehearsal*"))
-    psutil.wait_procs(family, timeout=10)
-    assert [each for each in living(family) if each not in before] == []
-    assert expected[0] is not None
-    assert expected[0].trainable
+    psutil.wait_procs(family, timeout=120)
+    assert living(family) == []
 
 
 def test_a_skipped_rehearsal_is_recorded(context: Any) -> None:
@@ -284,9 +263,10 @@ def _train_in_forks(plan: RunPlan, model: Path, root: Path) -> int:
         assert ended.problem == ""
         return ended.value
 
-    made = in_fork(partial(make_model_in_child, plan, model, RehearsalPaths(root)))["plan"]
-    (root / "plan.json").write_text(made)
-    in_fork(partial(train_alone, RunPlan.model_validate_json(made), root, "forked"))
+    made = in_fork(partial(make_model_in_child, plan, model, RehearsalPaths(root)))
+    scaled = ScaledModel.model_validate_json(made).plan
+    (root / "plan.json").write_text(scaled.model_dump_json())
+    in_fork(partial(train_alone, scaled, root, "forked"))
     return 0
 
 
@@ -294,7 +274,7 @@ def test_a_forked_rank_learns_what_a_started_one_learns(context: Any, model: Pat
     """To the bit: losses, norms, and the adapter's bytes."""
     plan = context({"preflight.rehearsal": "Run", "parallelism.processesPerNode": 1}).plan
     assert run_processes([partial(_train_in_forks, plan, model, tmp_path)]) == [0]
-    given, environment = (tmp_path / "plan.json").read_bytes(), {**os.environ, **process.on_cpu()}
+    given, environment = (tmp_path / "plan.json").read_bytes(), os.environ | process.ON_CPU
     subprocess.run([sys.executable, "-c", RANK, str(tmp_path)], input=given, check=True, env=environment)
     found, wanted = (tmp_path / name / "workspace" for name in ("forked", "started"))
     lines = [[json.loads(line) for line in (each / "history.jsonl").read_text().splitlines()] for each in (found, wanted)]
@@ -306,9 +286,8 @@ def test_a_forked_rank_learns_what_a_started_one_learns(context: Any, model: Pat
 
 
 def test_a_rehearsal_whose_process_ended_reports_the_seconds_since_its_begin(tmp_path: Path) -> None:
-    ended = object.__new__(process.ModelProcess)
-    ended._began, ended._scratch = time.monotonic() - 61.0, tmp_path
-    report = ended._not_finished("its process ended with status -9")
+    child = start_answering(["false"], os.environ, b"", 100)
+    report = process._report(child, tmp_path, time.monotonic() - 61.0)
     assert report.verdict is Verdict.NOT_DONE
     assert 61.0 <= report.seconds < 70.0
-    assert "status -9" in report.findings[0].message
+    assert "status 1" in report.findings[0].message

@@ -1,7 +1,5 @@
 """The arguments of torchrun on a node. What it does with them: test_train.py."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

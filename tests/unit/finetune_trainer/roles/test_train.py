@@ -28,6 +28,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.errors import classify
 from finetune_trainer.processes.start import name_of_process
 from finetune_trainer.ranks.reports import rank_process_name
+from finetune_trainer.report.timeline import read_timeline
 from finetune_trainer.roles.train import MasterUnreachableError, wait_until_resolved
 from finetune_trainer.train.run import StopRequest
 from tests.support.forked_ranks import run_processes
@@ -48,6 +49,7 @@ class Pod:
         node_rank: int = 0,
         module: str = "finetune_trainer",
         variables: Mapping[str, str] | None = None,
+        restarts: int = 0,
     ) -> None:
         self.context = context
         self.termination_log = context.claims_root / f"termination-{node_rank}.json"
@@ -60,6 +62,7 @@ class Pod:
             "--master-address": "localhost",
             "--node-rank": node_rank,
             "--observe-port": 0,
+            "--restarts": restarts,
         }
         given = ["train", *(part for pair in arguments.items() for part in pair)]
         self.process = start_program(module, given, variables)
@@ -173,6 +176,68 @@ def test_a_killed_rank_is_named_as_the_cause(tmp_path: Path, port: int, start: C
     assert echo.failure is FailureClass.COLLECTIVE
 
 
+def test_killed_ranks_are_started_again_in_the_pod_and_the_result_has_the_bytes_of_an_undisturbed_run(
+    tmp_path: Path, start: Callable[..., Pod]
+) -> None:
+    spec = tiny_spec(training={"maxSteps": 40, "globalBatchSize": 2}, checkpoint={"everySteps": 2})
+    undisturbed = run_context(tmp_path / "undisturbed", spec)
+    assert start(undisturbed, free_port()).report().outcome is Outcome.SUCCEEDED
+    context = run_context(tmp_path / "disturbed", spec)
+    pod = start(context, free_port(), restarts=2)
+    for rank, step in ((1, 4), (0, 12)):
+        done = pod.wait_for_step(step)
+        os.kill(pid_of_rank(pod, rank), signal.SIGKILL)
+        killed = time.monotonic()
+        pod.wait_for_step(done.step + 1)
+        print(f"{time.monotonic() - killed:.1f} s from the kill of rank {rank} to the next step")
+    report = pod.report()
+    assert report.outcome is Outcome.SUCCEEDED
+    assert [(one.failure, one.rank, one.message) for one in report.restarts] == [
+        (FailureClass.INTERNAL, rank, f"rank {rank} was killed by signal 9") for rank in (1, 0)
+    ]
+    adapters = [(one.workspace.adapter / "adapter_model.safetensors").read_bytes() for one in (undisturbed, context)]
+    assert adapters[0] == adapters[1]
+    timeline = read_timeline(context.workspace, None)
+    assert [(one.number, one.ending) for one in timeline.attempts] == [(0, "Internal"), (0, "Internal"), (0, "finished")]
+    assert timeline.attempts[1].first_step > 0
+
+
+def test_an_attempt_has_as_many_restarts_as_it_may_in_whatever_pod(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
+    pod = start(context, port, restarts=1)
+    pod.wait_for_step(2)
+    first = pid_of_rank(pod, 1)
+    os.kill(first, signal.SIGKILL)
+
+    def restarted() -> bool:
+        progress = pod.ask("/progress")
+        return progress is not None and len(Progress.model_validate_json(progress).restarts) == 1
+
+    eventually(restarted)
+    assert pid_of_rank(pod, 1) != first
+    os.kill(pid_of_rank(pod, 0), signal.SIGKILL)
+    report = pod.report()
+    assert (report.failure, report.rank, [one.rank for one in report.restarts]) == (FailureClass.INTERNAL, 0, [1])
+    kept = context.workspace.reports("train", 0).with_name("train-0-before-restart-1")
+    assert [path.name for path in sorted(kept.iterdir())] == ["rank-00000.json"]
+    # A queue stopped the attempt and started it again in another pod, which has no restart left.
+    again = start(context, free_port(), restarts=1)
+    again.wait_for_step(2)
+    os.kill(pid_of_rank(again, 1), signal.SIGKILL)
+    assert [one.rank for one in again.report().restarts] == [1]
+
+
+def test_a_stop_between_two_runs_of_the_ranks_is_a_preemption(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
+    context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
+    pod = start(context, port, restarts=2)
+    pod.wait_for_step(2)
+    os.kill(pid_of_rank(pod, 1), signal.SIGKILL)
+    eventually(context.workspace.restarts(0).exists)
+    pod.process.send_signal(signal.SIGTERM)
+    assert pod.report().failure is FailureClass.PREEMPTED
+    assert pod.process.returncode == EXIT_CODES[FailureClass.PREEMPTED]
+
+
 def test_a_stopped_rank_is_named_and_everything_ends(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
     spec = tiny_spec(training={**ENDLESS, "stepTimeoutSeconds": 10}, checkpoint={"everySteps": 1000})
     context = run_context(tmp_path, spec)
@@ -200,6 +265,22 @@ def test_sigterm_again_and_again_is_one_sigterm(tmp_path: Path, port: int, start
     assert pod.process.returncode == EXIT_CODES[FailureClass.PREEMPTED]
     saved = int((context.workspace.checkpoints / "latest").read_text().strip().removeprefix("step-"))
     assert report.step == saved >= 3
+
+
+@pytest.mark.parametrize("killed", ["agent", pytest.param("supervisor", marks=pytest.mark.nightly)])
+def test_no_rank_outlives_what_started_it(tmp_path: Path, port: int, start: Callable[..., Pod], killed: str) -> None:
+    """Two gangs would write the same checkpoints: this one, and the one that is started next."""
+    pod = start(run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000})), port)
+    pod.wait_for_step(2)
+    ranks = [psutil.Process(pid_of_rank(pod, rank)) for rank in range(2)]
+    (agent,) = psutil.Process(pod.process.pid).children()
+    assert [rank.parents()[1] for rank in ranks] == [agent, agent]
+    (agent if killed == "agent" else pod.process).kill()
+    if killed == "agent":
+        assert pod.report().failure is FailureClass.INTERNAL
+        assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    else:
+        assert psutil.wait_procs(ranks, timeout=DEADLINE_SECONDS)[1] == []
 
 
 def pid_of_rank(pod: Pod, rank: int) -> int:
@@ -272,7 +353,7 @@ def test_a_rank_that_waits_for_others_ends_at_once_on_sigterm(tmp_path: Path, po
     try:
         eventually(lambda: _listens(port))
         rank.send_signal(signal.SIGTERM)
-        assert rank.wait(30) == -signal.SIGTERM
+        assert rank.wait(DEADLINE_SECONDS / 2) == -signal.SIGTERM
     finally:
         rank.send_signal(signal.SIGKILL)
         rank.wait()

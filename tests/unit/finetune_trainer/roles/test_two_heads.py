@@ -3,8 +3,6 @@
 transformers loads both as they are stored, so they are trained, merged and verified like that.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -95,10 +93,7 @@ def test_a_full_fine_tuning_keeps_the_head(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        {"type": "LoRA", "lora": {"trainableTokenIndices": [65]}},
-        {"type": "TrainableTokens", "settings": {"tokenIndices": [65]}},
-    ],
+    [{"type": "LoRA", "lora": {"trainableTokenIndices": [65]}}, {"type": "TrainableTokens", "settings": {"tokenIndices": [65]}}],
 )
 def test_rows_are_not_trained_of_a_base_that_peft_takes_for_tied(tmp_path: Path, method: dict[str, Any]) -> None:
     context = job(tmp_path, method=method)

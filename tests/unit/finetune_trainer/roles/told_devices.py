@@ -3,8 +3,6 @@
 Started as a program it is the supervisor; the process that ranks are forks of imports this module, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

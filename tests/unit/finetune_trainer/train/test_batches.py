@@ -1,7 +1,5 @@
 """Batches and seeds: pure functions of the step."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Batches are there before they are asked for, each built once."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_trainer.train.batches import Prefetch

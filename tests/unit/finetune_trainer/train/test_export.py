@@ -1,7 +1,5 @@
 """What is trained loads in plain transformers and PEFT, with the tokenizer and template that it was trained with."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -42,10 +40,16 @@ FREEZING: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_full_model_in_shards_loads_in_plain_transformers(tmp_path: Path, tied: bool) -> None:
     spec = tiny_spec(method=FULL, training={"maxSteps": 1}, merge={"maxShardSize": "30KB"})
-    write_tiny_llama(tmp_path / "models" / "tiny", torch.bfloat16, tied)
+    base = tmp_path / "models" / "tiny"
+    write_tiny_llama(base, torch.bfloat16, tied)
+    for name in ("video_preprocessor_config.json", "report.json", "dump.pkl"):
+        (base / name).write_text("{}")
     context = run_context(tmp_path, spec)
     assert run_gang(context) == [0, 0]
     result = context.workspace.adapter
+    assert (result / "video_preprocessor_config.json").is_file()
+    assert not (result / "report.json").exists(), "the base is a release of this product, and the new one has its own"
+    assert not (result / "dump.pkl").exists()
     index = json.loads((result / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in result.glob("*.safetensors")}
     loaded, info = AutoModelForCausalLM.from_pretrained(result, output_loading_info=True)
@@ -61,8 +65,10 @@ def test_a_full_model_in_shards_loads_in_plain_transformers(tmp_path: Path, tied
         assert torch.equal(parameter, reader.whole(name).to(torch.bfloat16)), name
 
 
-@pytest.mark.parametrize("parallelism", [{"processesPerNode": 1}, {"fsdp": {"version": 2}}, {"fsdp": {"version": 1}}])
-@pytest.mark.parametrize("kind", FREEZING)
+@pytest.mark.parametrize(
+    ("kind", "parallelism"),
+    zip(FREEZING, [{"processesPerNode": 1}, {"fsdp": {"version": 2}}, {"fsdp": {"version": 1}}], strict=True),
+)
 def test_what_an_architecture_freezes_is_accepted_stays_and_is_in_the_result(
     tmp_path: Path, kind: str, parallelism: dict[str, Any]
 ) -> None:

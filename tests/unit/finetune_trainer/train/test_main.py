@@ -1,7 +1,5 @@
 """What a rank makes sure of before it does anything: the process that it is a fork of has one thread, and its agent lives."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Which optimizer is built, what decays, what learns faster, and how exact the fused step is."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from finetune_trainer.checkpoint.state import ParameterRange, optimizer_entry, p
 from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.train.optimizers import AdamW, build_optimizer, decays, set_learning_rate
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec, write_tiny_llama
 
 FULL: dict[str, Any] = {"method": {"type": "Full", "lora": None}, "parallelism": {"processesPerNode": 1}}
@@ -87,25 +86,9 @@ def test_weight_decay_is_decoupled_in_every_optimizer(model_directory: Path, nam
     assert optimizer_entry(optimizer).name == name
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("model.layers.0.self_attn.q_proj.weight", (4, 4), True),
-        ("model.layers.0.self_attn.q_proj.bias", (4,), False),
-        ("model.layers.0.input_layernorm.weight", (4,), False),
-        ("model.layers.0.self_attn.q_norm.weight", (4,), False),
-        ("model.norm.weight", (4,), False),
-        ("transformer.h.0.ln_1.weight", (4,), False),
-        ("transformer.ln_f.weight", (4,), False),
-        ("model.layers.0.norm1.weight", (4,), False),
-        ("model.embed_tokens.weight", (9, 4), True),
-        ("model.layers.0.mlp.up_proj.lora_A.default.weight", (2, 4), True),
-        ("model.layers.0.mlp.up_proj.lora_magnitude_vector.default.weight", (4,), True),
-        ("model.normaliser_proj.weight", (4, 4), True),
-    ],
-)
-def test_biases_and_normalisation_weights_do_not_decay(name: str, shape: tuple[int, ...], expected: bool) -> None:
-    assert decays(name, shape) is expected
+@pytest.mark.parametrize(("name", "shape", "expected"), table(__file__, "test_biases_and_normalisation_weights_do_not_decay"))
+def test_biases_and_normalisation_weights_do_not_decay(name: str, shape: list[int], expected: bool) -> None:
+    assert decays(name, tuple(shape)) is expected
 
 
 def test_lora_plus_gives_lora_b_its_own_rate(model_directory: Path) -> None:

@@ -1,7 +1,5 @@
 """What evaluations decide, as a pure function of the state in the checkpoint."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,24 +1,20 @@
-"""Schedules, evaluation and the loss scale in numbers that were computed by hand from the formulas of their sources."""
-
-from __future__ import annotations
+"""Schedules and the loss scale in numbers that were computed by hand from the formulas of their sources."""
 
 import math
 
 import pytest
 
-from finetune_trainer.checkpoint.manifest import LossScale, RunState
+from finetune_trainer.checkpoint.manifest import LossScale
 from finetune_trainer.train.policy import FIRST_LOSS_SCALE as FIRST
 from finetune_trainer.train.policy import (
-    after_evaluation,
     halved_loss_scale,
-    is_evaluation_due,
-    is_stopped_early,
     learning_rate,
     least_row_length,
     next_loss_scale,
     total_steps,
     warmup_steps,
 )
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec
 
 PEAK = 0.01
@@ -33,28 +29,7 @@ def rates(total: int, scheduler: str, warmup: str = "0", **more: object) -> list
     return [round(learning_rate(step, total, training(scheduler, warmup, **more)) / PEAK, 6) for step in range(total)]
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "warmup", "more", "expected"),
-    [
-        ("Constant", "0", {}, [1, 1, 1, 1]),
-        ("Constant", "0.5", {}, [0.5, 1, 1, 1]),
-        ("Linear", "0", {}, [1, 0.75, 0.5, 0.25]),
-        # Two of four steps warm up; the fall takes the two that are left.
-        ("Linear", "0.5", {}, [0.5, 1, 1, 0.5]),
-        ("Cosine", "0", {}, [1, 0.853553, 0.5, 0.146447]),
-        ("Cosine", "0", {"minLearningRateRatio": "0.2"}, [1, 0.882843, 0.6, 0.317157]),
-        ("Linear", "0", {"minLearningRateRatio": "0.2"}, [1, 0.8, 0.6, 0.4]),
-        # sqrt(2 / (2 + 1)).
-        ("InverseSqrt", "0.5", {}, [0.5, 1, 1, 0.816497]),
-        # sqrt(10000 / 10003).
-        ("InverseSqrt", "0", {}, [1, 0.99995, 0.9999, 0.99985]),
-        # The last two of four steps, 0.5 of all, from 1 on: (4 - 2) / 2, (4 - 3) / 2.
-        ("WarmupStableDecay", "0", {"decayRatio": "0.5"}, [1, 1, 1, 0.5]),
-        # The decay is three of all four steps, of which a warm-up has one.
-        ("WarmupStableDecay", "0.25", {"decayRatio": "0.75"}, [1, 1, 0.666667, 0.333333]),
-        ("WarmupStableDecay", "0", {"decayRatio": "0"}, [1, 1, 1, 1]),
-    ],
-)
+@pytest.mark.parametrize(("scheduler", "warmup", "more", "expected"), table(__file__, "test_rates_of_four_steps"))
 def test_rates_of_four_steps(scheduler, warmup, more, expected):
     assert rates(4, scheduler, warmup, **more) == expected
 
@@ -80,25 +55,6 @@ def test_steps_of_a_warm_up(total, ratio, steps):
 @pytest.mark.parametrize(("epochs", "most", "steps"), [(1, None, 3), (2, None, 5), (4, None, 10), (None, 7, 7), (3, 2, 2)])
 def test_steps_of_a_run_of_ten_sequences_in_batches_of_four(epochs, most, steps):
     assert total_steps(epochs, most, 10, 4) == steps
-
-
-def evaluation(**written: object):
-    return plan_of(tiny_spec(evaluation=written)).evaluation
-
-
-def test_evaluation_is_due_first_every_so_often_and_last():
-    assert [step for step in range(8) if is_evaluation_due(step, 7, evaluation(everySteps=3))] == [0, 3, 6, 7]
-    assert [step for step in range(8) if is_evaluation_due(step, 7, evaluation())] == [0, 7]
-
-
-def test_a_new_best_by_no_more_than_the_delta_is_no_improvement():
-    plan = evaluation(everySteps=1, earlyStopping={"patience": 2, "minDelta": "0.5"})
-    state, seen = RunState(), []
-    for step, loss in enumerate([9.0, 4.0, 3.5, 3.5, 2.5]):
-        state, is_best = after_evaluation(state, step, loss, plan)
-        seen.append((is_best, state.evaluations_without_improvement, is_stopped_early(state, plan)))
-    assert seen == [(False, 0, False), (True, 0, False), (True, 1, False), (False, 2, True), (True, 0, False)]
-    assert (state.initial_eval_loss, state.eval_loss, state.best_eval_loss, state.best_step) == (9.0, 2.5, 2.5, 4)
 
 
 def test_the_loss_scale_is_that_of_torch():

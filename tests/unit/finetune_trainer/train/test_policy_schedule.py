@@ -1,6 +1,4 @@
-"""The learning rate as a pure function of the step, against its bounds and against transformers' schedules."""
-
-from __future__ import annotations
+"""The learning rate against its bounds and against transformers' schedules; test_policy_literals.py has numbers by hand."""
 
 import math
 from typing import Any
@@ -13,7 +11,8 @@ from transformers import get_scheduler
 
 from finetune_job.api.training import Scheduler
 from finetune_job.plan.run_plan import TrainingPlan
-from finetune_trainer.train.policy import learning_rate, total_steps, warmup_steps
+from finetune_trainer.train.policy import learning_rate, warmup_steps
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec
 
 PLAIN = plan_of(tiny_spec()).training
@@ -25,35 +24,6 @@ def training(**changes: Any) -> TrainingPlan:
 
 def rates(total: int, plan: TrainingPlan) -> list[float]:
     return [learning_rate(step, total, plan) for step in range(total)]
-
-
-def test_constant_rate_after_warmup() -> None:
-    plan = training(scheduler=Scheduler.CONSTANT, warmup_ratio=0.4, learning_rate=2.0)
-    assert rates(10, plan) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-
-
-def test_linear_rate_falls_evenly_and_above_its_least_value() -> None:
-    assert rates(4, training(scheduler=Scheduler.LINEAR)) == [1.0, 0.75, 0.5, 0.25]
-    assert rates(4, training(scheduler=Scheduler.LINEAR, min_learning_rate_ratio=0.5)) == [1.0, 0.875, 0.75, 0.625]
-
-
-def test_cosine_rate_is_half_in_the_middle() -> None:
-    found = rates(8, training(scheduler=Scheduler.COSINE))
-    assert found[0] == 1.0
-    assert found[4] == pytest.approx(0.5)
-    assert found[7] == pytest.approx((1 + math.cos(math.pi * 7 / 8)) / 2)
-
-
-def test_inverse_sqrt_rate_is_half_after_three_more_warmups() -> None:
-    found = rates(100, training(scheduler=Scheduler.INVERSE_SQRT, warmup_ratio=0.1))
-    assert found[9] == found[10] == 1.0
-    assert found[40] == pytest.approx(0.5)
-
-
-def test_warmup_stable_decay_falls_over_the_last_steps_only() -> None:
-    plan = training(scheduler=Scheduler.WARMUP_STABLE_DECAY, warmup_ratio=0.2, decay_ratio=0.4)
-    assert rates(10, plan) == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25])
-    assert rates(4, training(scheduler=Scheduler.WARMUP_STABLE_DECAY, decay_ratio=0.0)) == [1.0] * 4
 
 
 PLANS = st.builds(
@@ -86,28 +56,13 @@ def test_rate_stays_within_its_bounds_and_makes_no_jumps(total: int, plan: Train
 
 
 @pytest.mark.parametrize("warmup", [0, 7])
-@pytest.mark.parametrize(
-    ("scheduler", "theirs", "least", "settings"),
-    [
-        (Scheduler.CONSTANT, "constant_with_warmup", 0.0, {}),
-        (Scheduler.LINEAR, "linear", 0.0, {}),
-        (Scheduler.COSINE, "cosine", 0.0, {}),
-        (Scheduler.COSINE, "cosine_with_min_lr", 0.1, {"min_lr_rate": 0.1}),
-        (Scheduler.INVERSE_SQRT, "inverse_sqrt", 0.0, {}),
-        (
-            Scheduler.WARMUP_STABLE_DECAY,
-            "warmup_stable_decay",
-            0.1,
-            {"num_decay_steps": 10, "min_lr_ratio": 0.1, "decay_type": "linear"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("scheduler", "theirs", "least", "settings"), table(__file__, "test_rates_are_those_of_transformers"))
 def test_rates_are_those_of_transformers(
-    warmup: int, scheduler: Scheduler, theirs: str, least: float, settings: dict[str, Any]
+    warmup: int, scheduler: str, theirs: str, least: float, settings: dict[str, Any]
 ) -> None:
     """After the warm-up the same; in it one step ahead, because theirs begins with a rate of 0."""
     total = 50
-    plan = training(scheduler=scheduler, warmup_ratio=warmup / total, min_learning_rate_ratio=least, decay_ratio=0.2)
+    plan = training(scheduler=Scheduler(scheduler), warmup_ratio=warmup / total, min_learning_rate_ratio=least, decay_ratio=0.2)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = get_scheduler(
         theirs, optimizer, num_warmup_steps=warmup, num_training_steps=total, scheduler_specific_kwargs=settings
@@ -122,10 +77,3 @@ def test_rates_are_those_of_transformers(
     if theirs != "warmup_stable_decay":
         # There the warm-up rises from the least rate, not from 0.
         assert found[: max(warmup - 1, 0)] == pytest.approx(expected[1:warmup], abs=1e-12)
-
-
-def test_total_steps_covers_every_epoch() -> None:
-    assert total_steps(None, 7, 100, 16) == 7
-    assert total_steps(2, None, 10, 4) == 5
-    assert total_steps(1, None, 10, 4) == 3
-    assert total_steps(1, None, 1, 64) == 1

@@ -1,7 +1,5 @@
 """SIGTERM at any moment of a run: the state is saved or the run ends well, and the next attempt continues from there."""
 
-from __future__ import annotations
-
 import signal
 from functools import cache
 from pathlib import Path
@@ -23,9 +21,7 @@ def at(function: str, call: int = 1, rank: int = 1) -> Fault:
 
 MOMENTS: dict[str, list[Fault]] = {
     "while the model is loaded": [at("train.run:build")],
-    "in the evaluation before the first step": [at("train.run:held_out_loss")],
     "in an evaluation between steps": [at("train.run:held_out_loss", call=2)],
-    "while a checkpoint is written": [at("checkpoint.save:write_rank_file", call=1)],
     "twice in a row on both ranks": [
         at("train.step:seed_forward_pass", 5, 0),
         at("train.step:seed_forward_pass", 6, 0),
@@ -33,6 +29,7 @@ MOMENTS: dict[str, list[Fault]] = {
         at("train.step:optimizer_step", 3),
     ],
 }
+"""The kill suite sends SIGTERM at others."""
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """The loss of a step against a plain computation, document by document, without any of the packing or splitting."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

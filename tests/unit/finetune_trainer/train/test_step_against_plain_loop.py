@@ -5,8 +5,6 @@ The bound is a relative L2 distance per tensor of 1e-6 in float32, over several 
 difference hide behind Adam's division and none grow.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -20,41 +18,13 @@ from transformers import AutoModelForCausalLM
 
 from finetune_trainer.data.batches import PreparedData
 from finetune_trainer.train.batches import global_batch
+from tests.support.cases import table
 from tests.support.tiny_model import plan_of, run_context, tiny_spec
 from tests.unit.finetune_trainer.train.recorded_steps import Recorded, distance, recorded_steps
 
 BOUND = 1e-6
 STEPS, RATE, SEED = 3, 0.5, 3
-LORA = {"type": "LoRA", "lora": {"r": 4}}
-HEAD_SAVED = {"type": "LoRA", "lora": {"r": 4, "modulesToSave": ["lm_head"]}}
-HEAD_ADAPTED = {"type": "LoRA", "lora": {"r": 4, "targetModules": ["q_proj", "lm_head"]}}
-DORA = {"type": "DoRA", "lora": {"r": 4}}
-FULL = {"type": "Full", "lora": None}
-
-
-def fsdp(processes: int, version: int = 2, **settings: Any) -> dict[str, Any]:
-    return {"processesPerNode": processes, "fsdp": {"version": version, **settings}}
-
-
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
-    "lora-alone": (LORA, fsdp(1), 4),
-    "lora-alone-accumulated": (LORA, fsdp(1), 1),
-    "lora-fsdp2-accumulated": (LORA, fsdp(2), 1),
-    "lora-fsdp1-accumulated": (LORA, fsdp(2, 1), 1),
-    "lora-fsdp1-original-parameters-accumulated": (LORA, fsdp(2, 1, peftWrapPolicy=False, useOrigParams=True), 1),
-    "head-saved-alone": (HEAD_SAVED, fsdp(1), 2),
-    "head-saved-fsdp2-accumulated": (HEAD_SAVED, fsdp(2), 1),
-    "head-saved-fsdp1-accumulated": (HEAD_SAVED, fsdp(2, 1), 1),
-    "head-adapted-fsdp2-accumulated": (HEAD_ADAPTED, fsdp(2), 1),
-    "head-adapted-fsdp1": (HEAD_ADAPTED, fsdp(2, 1), 2),
-    "head-adapted-unit-of-its-own": (HEAD_ADAPTED, fsdp(2, autoWrapPolicy="SIZE_BASED_WRAP", minNumParams=500), 2),
-    "dora-fsdp2-accumulated": (DORA, fsdp(2), 1),
-    "dora-fsdp1": (DORA, fsdp(2, 1), 2),
-    "full-alone-accumulated": (FULL, fsdp(1), 2),
-    "full-fsdp2-accumulated": (FULL, fsdp(2), 1),
-    "full-fsdp1-accumulated": (FULL, fsdp(2, 1), 1),
-    "full-head-unit-of-its-own": (FULL, fsdp(2, autoWrapPolicy="SIZE_BASED_WRAP", minNumParams=500), 2),
-}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = table(__file__, "CASES")
 
 
 def ours(tmp_path: Path, method: dict[str, Any], parallelism: dict[str, Any], micro: int) -> Recorded:
@@ -136,6 +106,6 @@ def test_losses_and_gradients_are_those_of_a_plain_loop(expected: Any, tmp_path:
 
 
 def test_plan_defaults_are_those_that_the_plain_loop_assumes() -> None:
-    lora = plan_of(tiny_spec(method=LORA)).method.lora
+    lora = plan_of(tiny_spec(method=CASES["lora-alone"][0])).method.lora
     assert lora is not None
     assert (lora.r, lora.lora_alpha, lora.lora_dropout) == (4, 8, 0.0)

@@ -5,8 +5,6 @@ after the other. Ours trains the packed documents that hold the same tokens. Bot
 in float32; the bounds are those of rounding in another order of sums.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

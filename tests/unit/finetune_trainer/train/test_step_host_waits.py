@@ -4,8 +4,6 @@ On a CPU nobody waits, so what would be on a device is followed: the model, what
 from them. Asking for a value of that is a wait.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -95,7 +93,7 @@ class Asked(TorchFunctionMode):
 
 @pytest.fixture
 def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
-    def found(plan: RunPlan, kind: str = "llama", *, also: Callable[[torch.Tensor], object] = lambda _: None) -> list[str]:
+    def found(plan: RunPlan, kind: str = "llama") -> list[str]:
         """In the second step; the first makes the optimizer's state."""
         waits = HostWaits()
 
@@ -104,13 +102,9 @@ def waits_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., l
             waits.put(moved)
             return moved
 
-        def kernel(*arguments: Any, **named: Any) -> torch.Tensor:
-            also(arguments[0])
-            return variable_length.by_document(*arguments, **named)
-
         monkeypatch.setattr(next_token, "to_device", to_device)
         monkeypatch.setattr(variable_length, "to_device", to_device)
-        monkeypatch.setattr(variable_length, "_kernel", lambda _: kernel)
+        monkeypatch.setattr(variable_length, "_kernel", lambda _: variable_length.by_document)
         run = SmallRun(plan, write_shape(tmp_path / "base", kind))
         run.step(0)
         waits.put(*run.model.parameters(), *run.model.buffers())
@@ -183,9 +177,17 @@ def test_gemma_2_takes_two_because_it_has_two_masks(waits_of: Callable[..., list
         lambda each: float(each.sum().detach()),
     ],
 )
-def test_every_way_to_ask_is_noticed(waits_of: Callable[..., list[str]], ask: Callable[[torch.Tensor], object]) -> None:
-    """Guards the tests above: in each of two layers of two micro-batches."""
-    assert len(waits_of(plan_of_shape("llama", is_fast=True), also=ask)) == 5
+def test_every_way_to_ask_is_noticed(ask: Callable[[torch.Tensor], object]) -> None:
+    """Guards the tests above."""
+    assert len(waits_for(ask)) == 1
+
+
+def waits_for(ask: Callable[[torch.Tensor], object]) -> list[str]:
+    waits, values = HostWaits(), torch.rand(4, 2, 8, requires_grad=True)
+    waits.put(values)
+    with waits, Asked(waits):
+        ask(values)
+    return waits.found
 
 
 @pytest.mark.parametrize(
@@ -198,8 +200,8 @@ def test_every_way_to_ask_is_noticed(waits_of: Callable[..., list[str]], ask: Ca
         torch.Tensor.contiguous,
     ],
 )
-def test_what_takes_no_value_is_no_wait(waits_of: Callable[..., list[str]], ask: Callable[[torch.Tensor], object]) -> None:
-    assert waits_of(plan_of_shape("llama", is_fast=True), also=ask) == ["optimizer_step"]
+def test_what_takes_no_value_is_no_wait(ask: Callable[[torch.Tensor], object]) -> None:
+    assert waits_for(ask) == []
 
 
 def test_a_gpu_copies_from_pages_that_stay_where_they_are() -> None:

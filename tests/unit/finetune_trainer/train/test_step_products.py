@@ -4,8 +4,6 @@ Float32 are sums, norms, softmax, and the weights that are trained; a matrix pro
 as long. Attention by bounds is computed on the CPU by sdpa, whose operators are products, too.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from finetune_job.api.job import FineTuneJobSpec
 from finetune_job.plan.resolve import resolve
 from finetune_job.plan.run_plan import JobIdentity
-from finetune_memory.precision import choose_precision
+from finetune_memory.choices import choose_precision
 from tests.support.shapes import SmallRun, plan_of_shape, write_shape
 from tests.support.tiny_model import tiny_spec
 

@@ -1,3 +1,5 @@
+"""Each threshold of the gates in numbers: what it lets through, what it stops, and which gate holds."""
+
 import dataclasses
 import math
 from itertools import pairwise
@@ -7,6 +9,7 @@ import pytest
 
 from finetune_trainer.verify.gate import GATES, UNIT_ROUNDOFF, LogitFigures, coarsest_dtype, gate_failures, judged_share
 from finetune_trainer.verify.logits import chooses_experts
+from tests.support.cases import table
 
 GOOD = LogitFigures(
     num_prompts=4,
@@ -18,6 +21,8 @@ GOOD = LogitFigures(
     effect_mean_kl=0.5,
     top1_agreement=0.99,
 )
+_NONE = dict.fromkeys(("max_abs_difference", "usual_abs_difference", "mean_kl", "effect_mean_kl"), 0.0)
+EQUAL = dataclasses.replace(GOOD, num_positions=1000, max_abs_logit=1.0, top1_agreement=1.0, **_NONE)
 
 
 def test_figures_within_every_threshold_pass() -> None:
@@ -76,9 +81,17 @@ def test_config_json_says_whether_experts_are_chosen(config: dict[str, Any], cho
     assert chooses_experts(config) == chooses
 
 
+@pytest.mark.parametrize(("dtype", "field", "passes", "fails"), table(__file__, "test_thresholds"))
+def test_thresholds(dtype: str, field: str, passes: float, fails: float) -> None:
+    assert gate_failures(dataclasses.replace(EQUAL, **{field: passes}), GATES[dtype]) == ()
+    assert len(gate_failures(dataclasses.replace(EQUAL, **{field: fails}), GATES[dtype])) == 1
+
+
 @pytest.mark.parametrize("name", ["usual_abs_difference", "mean_kl", "top1_agreement"])
 def test_not_a_number_never_passes(name: str) -> None:
-    assert gate_failures(dataclasses.replace(GOOD, **{name: math.nan}), GATES["bfloat16"])
+    """Not even if the adapter has no effect that could be measured."""
+    for figures in (GOOD, EQUAL):
+        assert gate_failures(dataclasses.replace(figures, **{name: math.nan}), GATES["bfloat16"])
 
 
 def test_an_effect_too_small_to_measure_asks_for_no_share_of_it() -> None:

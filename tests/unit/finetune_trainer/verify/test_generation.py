@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from finetune_trainer.verify import generation
+from finetune_trainer.verify import streaming
 from finetune_trainer.verify.generation import Budget, Continued, TooLargeError, continuations
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -30,7 +30,6 @@ def generated(model: Any, stop: int | None = None) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("by_layer_bytes", [0, 1 << 30], ids=["by module", "by layer"])
 @pytest.mark.parametrize(
     ("config", "settings"),
     [
@@ -42,15 +41,15 @@ def generated(model: Any, stop: int | None = None) -> list[list[int]]:
     ids=["llama", "embeddings", "gpt2", "qwen2"],
 )
 def test_answers_are_those_of_the_libraries(
-    config: PreTrainedConfig, settings: dict[str, Any], by_layer_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: PreTrainedConfig, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(generation, "BY_LAYER_BYTES", by_layer_bytes)
+    monkeypatch.setattr(streaming, "MAX_WHOLE_BYTES", 0)
     base = tiny.save_base(tmp_path / "base", config, torch.float32)
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(**{"r": 8, "lora_alpha": 64, **settings}))
     model = AutoModelForCausalLM.from_pretrained(base)
     of_base = generated(model)
     of_tuned = generated(PeftModel.from_pretrained(model, str(adapter)))
-    num_tokens, found = continuations(Continued(base, adapter, None), PROMPTS, (), BUDGET, tmp_path)
+    num_tokens, found = continuations(Continued(base, adapter, None), PROMPTS, (), BUDGET)
     assert num_tokens == 6
     assert found == list(zip(of_base, of_tuned, strict=True))
     assert of_base != of_tuned
@@ -62,7 +61,7 @@ def test_a_wholly_trained_model_is_read_for_itself_and_an_answer_ends_at_a_stop_
     tuned = tiny.save_base(tmp_path / "tuned", tiny.llama(), torch.float32)
     expected = generated(AutoModelForCausalLM.from_pretrained(tuned))
     stop = expected[0][2]
-    _, found = continuations(Continued(base, None, tuned), PROMPTS, {stop}, BUDGET, tmp_path)
+    _, found = continuations(Continued(base, None, tuned), PROMPTS, {stop}, BUDGET)
     assert [answer for _, answer in found] == generated(AutoModelForCausalLM.from_pretrained(tuned), stop)
     assert found[0][1] == expected[0][: expected[0].index(stop) + 1]
 
@@ -71,16 +70,16 @@ def test_a_model_too_large_for_the_budget_gives_fewer_tokens_or_none(tmp_path: P
     base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.float32)
     size = sum(path.stat().st_size for path in base.glob("*.safetensors"))
     models = Continued(base, tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=4, **LINEAR)), None)
-    num_tokens, found = continuations(models, PROMPTS, (), Budget(6, 2, 3 * size + size // 2), tmp_path)
+    num_tokens, found = continuations(models, PROMPTS, (), Budget(6, 2, 7 * size))
     assert num_tokens == 3
     assert {len(answer) for pair in found for answer in pair} == {3}
     with pytest.raises(TooLargeError, match="would be read for each token"):
-        continuations(models, PROMPTS, (), Budget(6, 2, 2 * size - 1), tmp_path)
+        continuations(models, PROMPTS, (), Budget(6, 2, 4 * size - 1))
 
 
 def test_the_tuned_model_stands_for_an_adapter_that_there_is_not(tmp_path: Path) -> None:
     base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.float32)
     with pytest.raises(ValueError, match="neither an adapter nor a tuned model"):
-        continuations(Continued(base, None, None), PROMPTS, (), BUDGET, tmp_path)
-    _, found = continuations(Continued(base, None, base), PROMPTS, (), BUDGET, tmp_path)
+        continuations(Continued(base, None, None), PROMPTS, (), BUDGET)
+    _, found = continuations(Continued(base, None, base), PROMPTS, (), BUDGET)
     assert [first == second for first, second in found] == [True, True]

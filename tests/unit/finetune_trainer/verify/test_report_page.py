@@ -5,20 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from finetune_trainer.verify.gate import GATES, LogitFigures
+from finetune_trainer.verify.gate import GATES
 from finetune_trainer.verify.report import Compared, VerificationReport, verification_page
 from finetune_trainer.verify.tensors import TENSOR_CLASSES, TensorFigures, class_of
+from tests.support.cases import table
+from tests.unit.finetune_trainer.verify.test_gate import GOOD
 
-FIGURES = LogitFigures(
-    num_prompts=4,
-    num_positions=1000,
-    max_abs_difference=0.1,
-    usual_abs_difference=0.1,
-    max_abs_logit=20.0,
-    mean_kl=1e-4,
-    effect_mean_kl=0.5,
-    top1_agreement=0.99,
-)
+FIGURES = dataclasses.replace(GOOD, num_positions=1000)
 
 
 def report() -> VerificationReport:
@@ -94,30 +87,6 @@ def test_json_holds_totals_and_only_classes_that_the_model_has() -> None:
 
 
 def test_classes_of_tensors_by_name() -> None:
-    expected = {
-        "model.layers.0.self_attn.q_proj.weight": "attention q",
-        "model.layers.0.self_attn.o_proj.bias": "attention o",
-        "model.layers.0.mlp.gate_proj.weight": "mlp gate",
-        "model.layers.0.mlp.down_proj.weight": "mlp down",
-        "model.layers.0.input_layernorm.weight": "norms",
-        "model.layers.0.self_attn.q_norm.weight": "norms",
-        "model.embed_tokens.weight": "embeddings",
-        "lm_head.weight": "output head",
-        "model.layers.0.block_sparse_moe.experts.3.w1.weight": "experts",
-        "model.layers.0.block_sparse_moe.gate.weight": "router",
-        "model.layers.0.mlp.gate.e_score_correction_bias": "router",
-        "transformer.blocks.0.ffn.router.layer.weight": "router",
-        "encoder.block.1.layer.1.mlp.router.classifier.weight": "router",
-        "classifier.weight": "other",
-        "model.layers.0.mlp.experts.gate_up_proj": "experts",
-        "h.0.attn.c_attn.weight": "attention q+k+v",
-        "h.0.attn.c_proj.weight": "attention o",
-        "h.0.mlp.c_proj.weight": "mlp down",
-        "h.0.ln_1.weight": "norms",
-        "transformer.ln_f.bias": "norms",
-        "decoder.block.0.layer.2.DenseReluDense.wo.weight": "mlp down",
-        "decoder.block.0.layer.0.SelfAttention.o.weight": "attention o",
-        "model.layers.0.mamba.A_log": "other",
-    }
+    expected = table(__file__, "test_classes_of_tensors_by_name")
     assert {name: class_of(name) for name in expected} == expected
     assert set(expected.values()) <= set(TENSOR_CLASSES)

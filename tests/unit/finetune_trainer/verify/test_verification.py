@@ -10,7 +10,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
@@ -18,45 +17,16 @@ from finetune_trainer.verify import tensors
 from finetune_trainer.verify.gate import GATES, LogitFigures, coarsest_dtype, gate_failures
 from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.tensors import check_tensors
-from finetune_trainer.verify.verification import gate_of_merge, quarantine, verify_merge
+from finetune_trainer.verify.verification import gate_of_merge
+from tests.support.cases import table
 from tests.unit.finetune_trainer.merge import tiny
 
-PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4], [300, 11, 12, 13, 90, 91]]
-LINEAR = ["q_proj", "v_proj", "down_proj", "up_proj"]
-
-RIGHT: dict[str, tuple[PreTrainedConfig, dict[str, Any], torch.dtype, str | None]] = {
-    "llama bf16": (tiny.llama(), {"target_modules": LINEAR}, torch.bfloat16, None),
-    "llama fp16 dora": (tiny.llama(), {"target_modules": LINEAR, "use_dora": True}, torch.float16, None),
-    "llama fp32 embeddings": (tiny.llama(), {"target_modules": ["embed_tokens", "q_proj"]}, torch.float32, None),
-    "llama bf16 dora embeddings": (tiny.llama(), {"target_modules": ["embed_tokens"], "use_dora": True}, torch.bfloat16, None),
-    "qwen2 bf16 biases": (tiny.qwen2(), {"target_modules": LINEAR, "bias": "all"}, torch.bfloat16, None),
-    "gpt2 fp32 dora": (
-        tiny.gpt2(),
-        {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True},
-        torch.float32,
-        None,
-    ),
-    "llama bf16 to fp32": (
-        tiny.llama(),
-        {"target_modules": LINEAR, "modules_to_save": ["lm_head"]},
-        torch.bfloat16,
-        "float32",
-    ),
-    "llama fp32 to bf16": (tiny.llama(), {"target_modules": ["embed_tokens", *LINEAR]}, torch.float32, "bfloat16"),
-    "llama fp16 to bf16": (tiny.llama(), {"target_modules": LINEAR}, torch.float16, "bfloat16"),
-    "qwen2 bf16 untied": (tiny.qwen2(), {"target_modules": ["embed_tokens", "q_proj"]}, torch.bfloat16, None),
-    "llama bf16 tokens and lora biases": (
-        tiny.llama(attention_bias=True),
-        {"target_modules": ["q_proj", "o_proj"], "lora_bias": True, "trainable_token_indices": [1, 200, 5]},
-        torch.bfloat16,
-        None,
-    ),
-}
+RIGHT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str | None]] = table(__file__, "RIGHT")
 
 
 def merged_triple(directory: Path, case: str = "llama bf16") -> tuple[Path, Path, Path]:
-    config, lora, dtype, out = RIGHT[case]
-    base = tiny.save_base(directory / "base", config, dtype)
+    kind, settings, lora, dtype, out = RIGHT[case]
+    base = tiny.save_base(directory / "base", getattr(tiny, kind)(**settings), getattr(torch, dtype))
     adapter = tiny.save_adapter(directory / "adapter", base, LoraConfig(**{"r": 8, "lora_alpha": 16, **lora}))
     merge_adapter(MergeOptions(base, (adapter,), directory / "merged", out, 1 << 30))
     return base, adapter, directory / "merged"
@@ -88,14 +58,8 @@ def test_a_right_merge_passes_with_room(case: str, tmp_path: Path) -> None:
     base, adapter, merged = merged_triple(tmp_path, case)
     dtypes = [json.loads((path / "config.json").read_text())["dtype"] for path in (base, merged)]
     gate = GATES[coarsest_dtype(*dtypes)]
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=merged,
-        prompts=PROMPTS,
-        gate=gate,
-        report_path=tmp_path / "report.json",
-        page_path=tmp_path / "report.md",
+    report = tiny.verified(
+        base, adapter, merged, gate=gate, report_path=tmp_path / "report.json", page_path=tmp_path / "report.md"
     )
     assert report.faults == ()
     assert report.passed
@@ -107,7 +71,7 @@ def test_a_right_merge_passes_with_room(case: str, tmp_path: Path) -> None:
     assert report.logits.max_abs_difference < gate.max_relative_difference * report.logits.max_abs_logit / 2
     written = json.loads((tmp_path / "report.json").read_text())
     assert written["passed"] is True
-    assert written["logits"]["num_positions"] == sum(len(prompt) for prompt in PROMPTS)
+    assert written["logits"]["num_positions"] == sum(len(prompt) for prompt in tiny.PROMPTS)
     assert written["tensors"]["num_changed"] == sum(found["num_changed"] for found in written["tensors"]["classes"].values())
     assert written["compared"]["merged"]["manifest.json"]
     assert "passed" in report.text()
@@ -145,14 +109,7 @@ def test_a_bit_that_rots_after_the_merge_is_found_anywhere(triple: tuple[Path, P
         byte = file.read(1)[0]
         file.seek(-1, os.SEEK_CUR)
         file.write(bytes([byte ^ 1]))
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=merged,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-    )
+    report = tiny.verified(base, adapter, merged)
     assert any("sha256" in fault for fault in report.faults)
 
 
@@ -169,15 +126,7 @@ def test_each_file_of_weights_is_hashed_once(
     monkeypatch.setattr("finetune_trainer.files.file_sha256", recorded)
     base, adapter, merged = triple
     known = {"model.safetensors": file_sha256(base / "model.safetensors")}
-    report = verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=merged,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=tmp_path / "report.json",
-        base_sha256=known,
-    )
+    report = tiny.verified(base, adapter, merged, base_sha256=known)
     assert report.passed
     assert report.compared is not None
     assert report.compared.base["model.safetensors"] == known["model.safetensors"]
@@ -242,9 +191,7 @@ def test_a_scaling_that_is_wrong_is_found_by_logits_alone(
         merge_adapter(MergeOptions(base, (adapter,), good, None, 1 << 30))
         return good
 
-    report = verify_merge(
-        base=base, adapters=[adapter], merged=merged, prompts=PROMPTS, gate=GATES["bfloat16"], report_path=tmp_path / "r.json"
-    )
+    report = tiny.verified(base, adapter, merged)
     assert not report.passed
     assert any("as far from base + adapter as the base" in fault for fault in report.faults)
     assert "FAILED" in report.text()
@@ -275,27 +222,19 @@ def test_one_position_out_of_line_is_measured_and_not_judged_and_three_are_judge
     assert any("of 90% of positions" in fault for fault in gate_failures(three, gate))
 
 
-@pytest.mark.parametrize(("named", "stored", "merged"), [
-    ("float16", torch.float32, None),
-    ("bfloat16", torch.float32, None),
-    ("bfloat16", torch.float32, "float32"),
-    ("bfloat16", torch.float16, None),
-    (None, torch.float32, None),
-])  # fmt: skip
+@pytest.mark.parametrize(("named", "stored", "merged"), table(__file__, "ELEMENT_TYPES"))
 def test_a_base_that_runs_in_another_type_than_its_files_hold_is_judged_by_the_coarser(
-    named: str | None, stored: torch.dtype, merged: str | None, tmp_path: Path
+    named: str | None, stored: str, merged: str | None, tmp_path: Path
 ) -> None:
     """transformers loads a model in the type that config.json names, as many on the Hub do that were stored in another one."""
-    base = tiny.save_base(tmp_path / "base", tiny.llama(), stored)
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), getattr(torch, stored))
     config = json.loads((base / "config.json").read_text())
     del config["dtype"]
     (base / "config.json").write_text(json.dumps(config | ({"torch_dtype": named} if named else {})))
     adapter = tiny.save_adapter(tmp_path / "adapter", base, LoraConfig(r=8, target_modules="all-linear"))
     merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", merged, 1 << 30))
     gate = gate_of_merge(base, merged)
-    report = verify_merge(
-        base=base, adapters=[adapter], merged=tmp_path / "merged", prompts=PROMPTS, gate=gate, report_path=tmp_path / "r.json"
-    )
+    report = tiny.verified(base, adapter, tmp_path / "merged", gate=gate)
     assert report.faults == ()
     assert gate is GATES[named or "float32"]
 
@@ -303,14 +242,4 @@ def test_a_base_that_runs_in_another_type_than_its_files_hold_is_judged_by_the_c
 def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, adapter, merged = triple
     with pytest.raises(ValueError, match="prompts"):
-        verify_merge(base=base, adapters=[adapter], merged=merged, prompts=[], gate=GATES["bfloat16"], report_path=tmp_path / "r")
-
-
-def test_quarantine_keeps_every_failed_model(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        model = tmp_path / "merged"
-        model.mkdir()
-        (model / "content").write_text(content)
-        assert quarantine(model, tmp_path / "merged.quarantined").name.startswith("merged.quarantined")
-    assert not (tmp_path / "merged").exists()
-    assert {path.read_text() for path in tmp_path.glob("merged.quarantined*/content")} == {"first", "second"}
+        tiny.verified(base, adapter, merged, prompts=[])

@@ -20,10 +20,7 @@ from finetune_trainer.merge.changes import LowRank, Orientation
 from finetune_trainer.merge.inputs import plan_merge
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 from finetune_trainer.merge.plan import MergePlan, OutputTensor, shard_layout
-from finetune_trainer.verify.gate import GATES
-from finetune_trainer.verify.report import VerificationReport
 from finetune_trainer.verify.tensors import TensorFigures
-from finetune_trainer.verify.verification import verify_merge
 from tests.unit.finetune_trainer.merge import tiny
 
 PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4, 90, 91], [300, 11, 12, 13, 90, 91]]
@@ -156,27 +153,16 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Pat
     return pair
 
 
-def verified(base: Path, adapter: Path, merged: Path) -> VerificationReport:
-    return verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=merged,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=merged.with_suffix(".json"),
-    )
-
-
 def require_caught(
     base: Path, adapter: Path, merged: Path, monkeypatch: pytest.MonkeyPatch, *, by_logits_too: bool = True
 ) -> None:
-    by_tensors = verified(base, adapter, merged)
+    by_tensors = tiny.verified(base, adapter, merged, prompts=PROMPTS)
     assert not by_tensors.passed
     assert by_tensors.tensors.faults
     if not by_logits_too:
         return
     monkeypatch.setattr("finetune_trainer.verify.verification.check_tensors", lambda *_: TensorFigures())
-    by_logits = verified(base, adapter, merged)
+    by_logits = tiny.verified(base, adapter, merged, prompts=PROMPTS)
     assert not by_logits.passed
     assert by_logits.logits is not None
     print(f"logits alone: {'; '.join(by_logits.faults)}")
@@ -202,7 +188,7 @@ def test_the_same_merge_unchanged_passes(case: str, pairs: Callable[[str], tuple
     """Else the mutations would be caught whatever they did."""
     base, adapter = pairs(case)
     merge_adapter(MergeOptions(base, (adapter,), tmp_path / "merged", None, 1 << 30))
-    assert verified(base, adapter, tmp_path / "merged").faults == ()
+    assert tiny.verified(base, adapter, tmp_path / "merged", prompts=PROMPTS).faults == ()
 
 
 def test_the_wrong_adapter_of_two_fails(
@@ -226,15 +212,7 @@ def test_one_of_two_adapters_left_out_or_added_twice_fails(
             with monkeypatch.context() as patched:
                 if alone == "logits":
                     patched.setattr("finetune_trainer.verify.verification.check_tensors", lambda *_: TensorFigures())
-                report = verify_merge(
-                    base=base,
-                    adapters=[adapter, other],
-                    merged=merged,
-                    prompts=PROMPTS,
-                    gate=GATES["bfloat16"],
-                    report_path=tmp_path / "report.json",
-                )
-                assert not report.passed
+                assert not tiny.verified(base, [adapter, other], merged, prompts=PROMPTS).passed
 
 
 def test_a_configuration_of_another_model_fails(pairs: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
@@ -243,5 +221,5 @@ def test_a_configuration_of_another_model_fails(pairs: Callable[[str], tuple[Pat
     path = tmp_path / "merged" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rms_norm_eps": 0.5}))
     (tmp_path / "merged" / "manifest.json").unlink()
-    faults = verified(base, adapter, tmp_path / "merged").faults
-    assert faults == ("config.json: rms_norm_eps is 0.5 in the merged model, it should be 1e-06",)
+    faults = tiny.verified(base, adapter, tmp_path / "merged", prompts=PROMPTS).faults
+    assert faults == ("config.json: rms_norm_eps is 0.5 in the merged model, but should be 1e-06",)

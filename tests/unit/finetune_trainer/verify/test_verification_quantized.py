@@ -11,12 +11,9 @@ from peft import LoraConfig
 from finetune_job.api.enumerations import MergeBase
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.verify.gate import GATES
 from finetune_trainer.verify.report import VerificationReport
-from finetune_trainer.verify.verification import verify_merge
 from tests.unit.finetune_trainer.merge import tiny
 
-PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4], [300, 11, 12, 13, 90, 91]]
 NF4 = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16")
 
 
@@ -32,17 +29,8 @@ def verified(trained: tuple[Path, Path], merged_onto: MergeBase, claimed: MergeB
     base, adapter = trained
     packed = NF4 if merged_onto is MergeBase.DEQUANTIZED else None
     merge_adapter(MergeOptions(base, (adapter,), directory / "merged", None, 1 << 30, packed))
-    return verify_merge(
-        base=base,
-        adapters=[adapter],
-        merged=directory / "merged",
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=directory / "report.json",
-        page_path=directory / "report.md",
-        quantization=NF4,
-        merged_onto=claimed,
-    )
+    page = directory / "report.md"
+    return tiny.verified(base, adapter, directory / "merged", quantization=NF4, merged_onto=claimed, page_path=page)
 
 
 @pytest.mark.parametrize("onto", [MergeBase.ORIGINAL, MergeBase.DEQUANTIZED])
@@ -64,14 +52,6 @@ def test_a_merge_onto_the_wrong_base_fails(onto: MergeBase, trained: tuple[Path,
     assert not verified(trained, onto, claimed, tmp_path).passed
 
 
-def test_dequantized_needs_settings_to_unpack_with(trained: tuple[Path, Path], tmp_path: Path) -> None:
+def test_dequantized_needs_settings_to_unpack_with(trained: tuple[Path, Path]) -> None:
     with pytest.raises(ValueError, match="no quantization is given"):
-        verify_merge(
-            base=trained[0],
-            adapters=[trained[1]],
-            merged=trained[0],
-            prompts=PROMPTS,
-            gate=GATES["bfloat16"],
-            report_path=tmp_path / "report.json",
-            merged_onto=MergeBase.DEQUANTIZED,
-        )
+        tiny.verified(*trained, trained[0], merged_onto=MergeBase.DEQUANTIZED)

@@ -11,10 +11,7 @@ from peft import LoraConfig
 
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
-from finetune_trainer.verify import logits
-from finetune_trainer.verify.gate import GATES
-from finetune_trainer.verify.report import VerificationReport
-from finetune_trainer.verify.verification import verify_merge
+from finetune_trainer.verify import streaming
 from tests.unit.finetune_trainer.merge import tiny
 
 PROMPTS = [[1, 5, 9, 200, 17, 33, 250, 4], [2, 3, 4, 90, 91]]
@@ -52,31 +49,12 @@ def merged(tmp_path: Path) -> tuple[Path, list[Path], Path]:
     return base, adapters, tmp_path / "merged"
 
 
-def verified(
-    merged: tuple[Path, list[Path], Path], *, allow_remote_code: bool, quantization: Quantization | None = None
-) -> VerificationReport:
-    base, adapters, result = merged
-    return verify_merge(
-        base=base,
-        adapters=adapters,
-        merged=result,
-        prompts=PROMPTS,
-        gate=GATES["bfloat16"],
-        report_path=result.parent / "report.json",
-        quantization=quantization,
-        allow_remote_code=allow_remote_code,
-    )
-
-
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_model_with_code_of_its_own_is_verified(
     merged: tuple[Path, list[Path], Path], monkeypatch: pytest.MonkeyPatch, is_whole: bool
 ) -> None:
-    if is_whole:
-        monkeypatch.setattr(
-            logits, "_StreamedOrWholeModels", lambda reference, labels, _: logits._WholeModels(reference, labels, "asked for")
-        )
-    report = verified(merged, allow_remote_code=True)
+    monkeypatch.setattr(streaming, "MAX_WHOLE_BYTES", 1 << 30 if is_whole else 0)
+    report = tiny.verified(*merged, prompts=PROMPTS, allow_remote_code=True)
     assert report.passed
     assert report.logits is not None
     assert report.logits.effect_mean_kl > 100 * report.logits.mean_kl
@@ -85,7 +63,7 @@ def test_a_model_with_code_of_its_own_is_verified(
 def test_what_a_quantised_training_packed_of_it_is_not_compared_besides(merged: tuple[Path, list[Path], Path]) -> None:
     """Which layers were packed transformers alone would know; the merge is into the original, which is compared."""
     packed = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16")
-    report = verified(merged, allow_remote_code=True, quantization=packed)
+    report = tiny.verified(*merged, prompts=PROMPTS, allow_remote_code=True, quantization=packed)
     assert report.passed
     assert report.other_logits is None
 
@@ -98,4 +76,4 @@ def test_its_code_does_not_run_where_that_is_not_allowed(merged: tuple[Path, lis
         (directory / "config.json").write_text(json.dumps(settings))
     (merged[2] / "manifest.json").unlink()
     with pytest.raises(ValueError, match="trust_remote_code"):
-        verified(merged, allow_remote_code=False)
+        tiny.verified(*merged, prompts=PROMPTS, allow_remote_code=False)

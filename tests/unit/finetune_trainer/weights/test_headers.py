@@ -28,16 +28,43 @@ def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(4)}, path)
     with path.open("ab") as file:
         file.write(b"more")
-    with pytest.raises(errors.BrokenCheckpointError, match="foreign bytes"):
+    with pytest.raises(errors.BrokenCheckpointError, match="additional bytes"):
         read_header(path)
 
 
-def test_a_shard_of_another_save_is_refused(tmp_path: Path) -> None:
-    save_file({"other": torch.zeros(4)}, tmp_path / "model-00001-of-00001.safetensors")
-    index = {"weight_map": {"weight": "model-00001-of-00001.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(errors.BrokenCheckpointError, match="different saves"):
+def write_shards(directory: Path, weight_map: dict[str, str], files: dict[str, str] | None = None) -> None:
+    """An index, and one file for each of its tensors, or the given files of one tensor each."""
+    for tensor, file in (files or weight_map).items():
+        save_file({tensor: torch.zeros(4)}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def shard(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "files", "words"),
+    [
+        ({"weight": shard(1, 1)}, {"other": shard(1, 1)}, "different saves"),
+        ({"a": shard(1, 3), "c": shard(3, 3)}, {"a": shard(1, 3), "b": shard(2, 3), "c": shard(3, 3)},
+         "names 2 of 3 files, number 2 is not among them"),
+        ({"a": shard(1, 2), "b": "vision.safetensors"}, None, "names 1 of 2 files, number 2 is not among them"),
+    ],
+    ids=["of another save", "leaves out a file", "beside a file without a number"],
+)  # fmt: skip
+def test_an_index_that_does_not_fit_its_files_is_refused(
+    weight_map: dict[str, str], files: dict[str, str] | None, words: str, tmp_path: Path
+) -> None:
+    write_shards(tmp_path, weight_map, files)
+    with pytest.raises(errors.BrokenCheckpointError, match=words):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [{name: shard(n, 3) for n, name in enumerate("abc", 1)}, {"a": "language.safetensors"}])
+def test_numbered_and_other_files_are_read(weight_map: dict[str, str], tmp_path: Path) -> None:
+    write_shards(tmp_path, weight_map)
+    assert set(read_checkpoint(tmp_path).tensors) == set(weight_map)
 
 
 def header_file(path: Path, header: str) -> Path:
@@ -57,42 +84,14 @@ def header_file(path: Path, header: str) -> Path:
 )
 def test_a_name_that_is_there_twice_is_refused(tmp_path: Path, header: str) -> None:
     path = header_file(tmp_path / "model.safetensors", header)
-    with pytest.raises(errors.BrokenCheckpointError, match="is there twice"):
+    with pytest.raises(errors.BrokenCheckpointError, match="occurs twice"):
         read_header(path)
 
 
-def test_an_index_that_leaves_out_a_file_is_refused(tmp_path: Path) -> None:
-    for number in (1, 2, 3):
-        save_file({f"weight-{number}": torch.zeros(4)}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
-    weight_map = {f"weight-{number}": f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)}
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    assert set(read_checkpoint(tmp_path).tensors) == set(weight_map)
-    del weight_map["weight-2"]
-    index.write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(errors.BrokenCheckpointError, match="names 2 of 3 files, number 2 is not among them"):
-        read_checkpoint(tmp_path)
-
-
-def test_a_numbered_file_that_is_left_out_is_missed_beside_others_without_numbers(tmp_path: Path) -> None:
-    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "vision.safetensors"}
-    for tensor, file in weight_map.items():
-        save_file({tensor: torch.zeros(4)}, tmp_path / file)
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(errors.BrokenCheckpointError, match="names 1 of 2 files, number 2 is not among them"):
-        read_checkpoint(tmp_path)
-
-
-def test_files_that_no_index_names_are_told(tmp_path: Path) -> None:
+def test_files_that_the_index_does_not_name_are_listed(tmp_path: Path) -> None:
     for name in ("model", "vision", "adapter_model", "consolidated"):
         save_file({"weight": torch.zeros(4)}, tmp_path / f"{name}.safetensors")
     assert unnamed_files(read_checkpoint(tmp_path)) == ["vision.safetensors"]
-
-
-def test_files_that_are_not_numbered_are_all_that_there_is(tmp_path: Path) -> None:
-    save_file({"weight": torch.zeros(4)}, tmp_path / "language.safetensors")
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "language.safetensors"}}))
-    assert set(read_checkpoint(tmp_path).tensors) == {"weight"}
 
 
 def test_a_setting_may_be_without_limit_but_not_without_a_value(tmp_path: Path) -> None:
@@ -108,7 +107,7 @@ def test_a_long_header_with_a_name_twice_is_refused_at_once(tmp_path: Path) -> N
     """A stranger's may have some million names: work that grows with their square would not end."""
     entries = ", ".join(f'"{number}": 0' for number in range(300_000))
     path = header_file(tmp_path / "model.safetensors", f'{{{entries}, "299999": 0}}')
-    with pytest.raises(errors.BrokenCheckpointError, match="'299999' is there twice"):
+    with pytest.raises(errors.BrokenCheckpointError, match="'299999' occurs twice"):
         read_header(path)
 
 

@@ -1,7 +1,5 @@
 """Rules apply to names as transformers' loader applies them: the first match, the longest source, and what a target keeps."""
 
-from __future__ import annotations
-
 import pytest
 
 from finetune_trainer.weights.name_rules import ExpertStack, NameRule, Renaming, Unreadable, match_rule

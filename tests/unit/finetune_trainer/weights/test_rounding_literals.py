@@ -1,7 +1,5 @@
 """Rounding in numbers that were computed by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from finetune_trainer.weights.rounding import all_finite, round_into

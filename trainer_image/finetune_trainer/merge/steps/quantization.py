@@ -1,11 +1,13 @@
-"""W becomes the weight with which a 4-bit layer of bitsandbytes computes: quantized and dequantized, on the CPU.
+"""Computes the weight with which a 4-bit layer of bitsandbytes computes: quantizes and dequantizes it on the CPU.
 
-bitsandbytes 0.50 quantizes 64 consecutive values, whatever rows they are in, to a 4-bit code each and their largest absolute
-value, which double quantisation quantizes once more: mean subtracted, 256 to a block of 8-bit codes. A layer dequantizes directly
-into its compute type (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be quantized
-piece by piece, but with double quantisation none can be dequantized before the last of the matrix is quantized: memory is the
-matrix, a quarter of it in codes, and a piece's temporaries. On a CPU with AVX-512, bitsandbytes' own layers wrongly dequantize
-rows whose width is no multiple of 64, in every step of a training; here they have their correct values, as on a GPU.
+bitsandbytes 0.50 quantizes 64 consecutive values, whatever their rows, to 4-bit codes and their largest absolute value. Double
+quantization also quantizes these maxima: it subtracts their mean, and turns blocks of 256 into 8-bit codes. A layer dequantizes
+directly into its compute dtype (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be
+quantized in pieces, but with double quantization none can be dequantized before all of the matrix is quantized. Memory holds the
+matrix, its codes, which take a quarter of that, and the temporaries of a piece.
+
+On a CPU with AVX-512, bitsandbytes' own layers wrongly dequantize rows whose width is not a multiple of 64, in every step of a
+training. Here they have the correct values, as on a GPU.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_VALUES = 64
-"""Number of values that share a largest absolute value: the default of bitsandbytes' layers, which transformers keeps."""
+"""Number of values that share a largest absolute value. It is the default of bitsandbytes' layers, which transformers keeps."""
 PIECE_VALUES = 1 << 20
-"""Number of values that are quantized at once: a whole number of blocks."""
+"""Number of values that are quantized at once, a multiple of BLOCK_VALUES."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """The weight with which a layer with these settings, made from the stored `weight`, computes.
+    """Return the weight with which a layer computes that is made from the stored `weight` with these settings.
 
-    weight: (rows, columns), any floating dtype. The result has its shape and the layer's compute dtype.
+    weight: (rows, columns), in any floating dtype. The result has the same shape and the layer's compute dtype.
     """
     out = torch.empty(weight.shape, dtype=_DTYPES[quantization.compute_dtype])
     _unpack_into(weight, quantization, out)
@@ -50,30 +52,23 @@ def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Te
         maxima.append(absmax)
     absmax = torch.cat(maxima)
     if quantization.double_quant:
-        absmax = _doubly_quantized(absmax)
-    # A transposed weight is dequantized in its quantized form, and transposed back at the end.
-    turned = out if not quantization.is_transposed else torch.empty(weight.shape, dtype=compute)
-    target = turned.view(-1)
+        offset = absmax.mean()
+        absmax = functional.dequantize_blockwise(*functional.quantize_blockwise(absmax - offset, blocksize=256)) + offset
+    # A transposed weight is dequantized as it was quantized, and transposed back at the end.
+    unpacked = out if not quantization.is_transposed else torch.empty(weight.shape, dtype=compute)
+    target = unpacked.view(-1)
     first = 0
     for codes in packed:
         last = min(first + PIECE_VALUES, target.numel())
         blocks = slice(first // BLOCK_VALUES, -(-last // BLOCK_VALUES))
-        # Two codes to a byte: a last single value has a neighbour that is cut off.
+        # A byte holds two codes. If the number of values is odd, the last byte holds one code too many, which is cut off.
         piece = torch.ops.bitsandbytes.dequantize_4bit.default(
             codes, absmax[blocks], BLOCK_VALUES, quantization.quant_type, (2 * codes.numel(),), compute
         )
         target[first:last].copy_(piece.view(-1)[: last - first])
         first = last
     if quantization.is_transposed:
-        out.copy_(turned.T)
-
-
-def _doubly_quantized(absmax: torch.Tensor) -> torch.Tensor:
-    """The blocks' largest absolute values after double quantisation."""
-    offset = absmax.mean()
-    codes, state = functional.quantize_blockwise(absmax - offset, blocksize=256)
-    deviations: torch.Tensor = functional.dequantize_blockwise(codes, state)
-    return deviations + offset
+        out.copy_(unpacked.T)
 
 
 @dataclass(frozen=True)

@@ -1,93 +1,67 @@
-"""The interface of every kind of change for the stream, and a step that is computed on another device than the CPU."""
+"""Defines the interface between the stream and every kind of change."""
 
 from __future__ import annotations
 
-import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from finetune_trainer.weights.errors import DeviceUnavailableError
 from finetune_trainer.weights.headers import TensorHeader
 
+BLOCK_ROWS = 256
+"""Number of rows of one matrix product. Blocks of 64 rows and more had PEFT's bits, and blocks of 1 and 7 rows did not."""
+MIN_BLOCK_ROWS = 64
+BLOCK_BYTES = 8 << 20
+"""Approximate limit of an fp32 block. Weights with more than 8,192 columns have fewer rows in a block."""
+
 ReadTensor = Callable[[TensorHeader], torch.Tensor]
-"""Loads one of the adapter's tensors as its header says, in its own dtype and shape."""
+"""Loads one of the adapter's tensors in the dtype and shape of its header."""
 
 
 class Scratch:
-    """fp32 blocks that a worker reuses: allocating them for each block took half of the time."""
+    """Blocks of memory that a worker reuses, because allocating them again took half of the time."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._blocks = [torch.empty(0, device=device), torch.empty(0, device=device)]
+    def __init__(self) -> None:
+        self._buffers: dict[int, torch.Tensor] = {}
 
-    def block(self, number: int, num_rows: int, num_columns: int) -> torch.Tensor:
-        """Block `number` (0 or 1) as (num_rows, num_columns), contents undefined."""
-        count = num_rows * num_columns
-        if self._blocks[number].numel() < count:
-            self._blocks[number] = torch.empty(count, device=self._blocks[number].device)
-        return self._blocks[number][:count].view(num_rows, num_columns)
+    def block(self, number: int, num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return block `number` as a (num_rows, num_columns) tensor with undefined content."""
+        num_bytes = num_rows * num_columns * dtype.itemsize
+        if number not in self._buffers or len(self._buffers[number]) < num_bytes:
+            self._buffers[number] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._buffers[number][:num_bytes].view(dtype).view(num_rows, num_columns)
 
 
-class Step(Protocol):
+class Step(ABC):
     """One change with its tensors in memory, for one matrix of (num_rows, num_columns)."""
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Rows that must be computed together for the right bits; in order, without gaps.
+        """Return the blocks of rows that must be computed together for the right bits, in order and without gaps.
 
-        A single block of all rows means that no part of the matrix can be finished alone.
+        A single block means that no part of the matrix can be finished alone.
         """
+        return row_blocks(num_rows, num_columns)
 
+    @abstractmethod
     def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:
-        """Write the changed rows to `out`; returns whether all of them are finite.
+        """Write the changed rows to `out`. Return whether all of them are finite.
 
-        rows: first and last + 1 within the matrix. values: (rows, columns), in the stored dtype or the one in which PEFT would
-        hold them. out: (rows, columns), in the latter or, for the last step, in the output's; rounded to the latter first.
+        rows: numbers of the first row and of the row after the last one. values: (rows, columns), in the stored dtype or the one
+        in which PEFT would hold them. out: (rows, columns), in PEFT's dtype or, for the last step, in the output's dtype; then
+        values are first rounded to PEFT's dtype.
         """
 
 
-class WholeMatrix:
-    """Base of steps that need all of a matrix: PEFT merges whole modules, double quantisation quantizes all maxima together."""
+class WholeMatrix(Step):
+    """Base of steps that need the whole matrix: PEFT merges whole modules, and double quantization needs all maxima."""
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:  # noqa: ARG002 - as every step
-        """One block of all rows."""
         return [(0, num_rows)]
 
 
-_of_thread = threading.local()
-
-
-@dataclass(frozen=True)
-class OnDevice:
-    """A `step` whose tensors are on `device`. PEFT's bits on a CPU are not promised: devices add up in other orders."""
-
-    step: Step
-    device: torch.device
-
-    def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        return self.step.row_blocks(num_rows, num_columns)
-
-    def apply(self, values: torch.Tensor, rows: tuple[int, int], out: torch.Tensor, scratch: Scratch) -> bool:  # noqa: ARG002 - is the CPU's
-        on_device = torch.empty(out.shape, dtype=out.dtype, device=self.device)
-        is_finite = self.step.apply(values.to(self.device), rows, on_device, _scratch(self.device))
-        out.copy_(on_device)
-        return is_finite
-
-
-def require_device(name: str) -> torch.device:
-    """The device of this name. Raises DeviceUnavailableError."""
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceUnavailableError(
-            f"device {name}: torch sees no GPU on this machine (no driver, or none was given to the container). Set device to "
-            "cpu."
-        )
-    return device
-
-
-def _scratch(device: torch.device) -> Scratch:
-    if not hasattr(_of_thread, "scratch"):
-        _of_thread.scratch = Scratch(device)
-    scratch: Scratch = _of_thread.scratch
-    return scratch
+def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
+    """Cut rows into blocks for matrix products. The last block includes the remainder, because small blocks have other bits."""
+    rows = min(BLOCK_ROWS, max(MIN_BLOCK_ROWS, BLOCK_BYTES // (4 * max(num_columns, 1)) // 8 * 8))
+    starts = list(range(0, max(num_rows - rows, 0) + 1, rows))
+    return [(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]

@@ -1,7 +1,4 @@
-"""Merging into what a QLoRA adapter saw: the bits that layers of bitsandbytes compute with, for weights that transformers
-packs."""
-
-from __future__ import annotations
+"""Dequantized weights have the bits with which layers of bitsandbytes compute."""
 
 import bitsandbytes
 import pytest
@@ -32,18 +29,18 @@ def weights(num_rows: int, num_columns: int, dtype: str = "bfloat16") -> torch.T
 def test_a_layer_computes_with_these_bits(
     kind: str, double: bool, load: str, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Packed in many pieces, as large weights are."""
+    """The weight is quantized in many pieces, like large weights."""
     monkeypatch.setattr(step, "PIECE_VALUES", 64 * 50)
     weight, dtype = weights(200, 192, load), getattr(torch, compute)
     layer = Linear4bit(192, 200, bias=False, compute_dtype=dtype, compress_statistics=double, quant_type=kind)
     layer.weight = Params4bit(weight.clone(), requires_grad=False, compress_statistics=double, quant_type=kind)
     layer.to("cpu").train()
-    held = dequantized(weight, quantization(load, compute, kind, double=double))
-    assert held.dtype == dtype
+    computed = dequantized(weight, quantization(load, compute, kind, double=double))
+    assert computed.dtype == dtype
     inputs = torch.randn(5, 192, dtype=dtype, requires_grad=True)
-    assert torch.equal(layer(inputs), functional.linear(inputs, held))
-    assert torch.equal(layer(torch.eye(192, dtype=dtype, requires_grad=True)).T, held)
-    assert not torch.equal(held, weight.to(dtype))
+    assert torch.equal(layer(inputs), functional.linear(inputs, computed))
+    assert torch.equal(layer(torch.eye(192, dtype=dtype, requires_grad=True)).T, computed)
+    assert not torch.equal(computed, weight.to(dtype))
 
 
 @pytest.mark.parametrize("shape", [(7, 33), (33, 7), (1, 1), (3, 64), (64, 96)])
@@ -56,10 +53,3 @@ def test_pieces_and_odd_shapes_have_the_values_that_were_packed(shape: tuple[int
     padded = functional.pad(flat, (0, flat.numel() % 2))
     packed, state = bitsandbytes.functional.quantize_4bit(padded, quant_type="nf4", compress_statistics=True)
     assert torch.equal(bitsandbytes.functional.dequantize_4bit(packed, state).view(-1)[: flat.numel()].view(shape), whole)
-
-
-def test_a_transposed_weight_is_packed_turned() -> None:
-    weight = weights(128, 64)
-    turned = Quantization("nf4", double_quant=True, load_dtype="bfloat16", compute_dtype="bfloat16", is_transposed=True)
-    assert torch.equal(dequantized(weight, turned), dequantized(weight.T.contiguous(), quantization()).T)
-    assert not torch.equal(dequantized(weight, turned), dequantized(weight, quantization()))

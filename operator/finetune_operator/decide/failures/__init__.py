@@ -1,0 +1,1 @@
+"""Failures: their classes from the evidence of pods, and the policy of restarts."""

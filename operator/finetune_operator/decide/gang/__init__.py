@@ -1,0 +1,1 @@
+"""Attempts of a gang: their records, size, restarts, progress and GPU seconds."""

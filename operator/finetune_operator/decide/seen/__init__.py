@@ -1,0 +1,1 @@
+"""Plain data about a job and its children, as they were observed."""

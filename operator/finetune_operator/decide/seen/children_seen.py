@@ -1,0 +1,171 @@
+"""Views of a job's children: Jobs, pods, ConfigMaps, and writes that the API server refused.
+
+They are frozen plain data, which `cache.projection` derives from the server's objects. Times are timezone-aware and in UTC.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from finetune_job.names import Role
+
+
+@dataclass(frozen=True, slots=True)
+class JobConditionView:
+    """A condition of a batch Job whose status is True."""
+
+    type: str
+    """Type of the condition: `FailureTarget`, `Failed`, `SuccessCriteriaMet`, `Complete` or `Suspended`."""
+    reason: str = ""
+    message: str = ""
+    since: datetime | None = None
+    """`lastTransitionTime`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchJobView:
+    """A batch Job of one role and attempt."""
+
+    name: str
+    uid: str
+    role: Role
+    attempt: int
+    created: datetime
+    conditions: tuple[JobConditionView, ...] = ()
+    """Only the conditions that are True."""
+    suspended: bool = False
+    """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
+    parallelism: int | None = None
+    """Number of pods that run at the same time; for a gang, all of them."""
+    admission_gates: tuple[str, ...] = ()
+    """Gates that keep Kueue from admitting the Job, whatever capacity there is."""
+    start_time: datetime | None = None
+    """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
+    deleting: bool = False
+    events: tuple[str, ...] = ()
+    """Texts of Warning events of the Job itself (`FailedCreate`: a quota on pods, Pod Security); the latest comes last."""
+    queue: str = ""
+    """The queue's explanation of why it holds the Job back (Kueue: reason and message of its Workload); empty if unknown."""
+
+    def has(self, *types: str) -> bool:
+        """Whether one of these conditions is True."""
+        return any(condition.type in types for condition in self.conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod of one role and attempt. After its deletion, its last known state is kept (`gone`) as long as a pass may need it."""
+
+    name: str
+    uid: str
+    role: Role
+    attempt: int
+    """Number in the name of its Job."""
+    created: datetime
+    node_rank: int = 0
+    """`batch.kubernetes.io/job-completion-index`."""
+    phase: str = "Pending"
+    gone: bool = False
+    """Whether a DELETED event was seen. If so, the view shows the last state before it."""
+    deletion_requested: datetime | None = None
+    """`deletionTimestamp` minus the grace period: when the deletion was requested."""
+    deletion_due: datetime | None = None
+    """`deletionTimestamp`: when its grace period is over. A pod that is still there later is on a node that does not answer."""
+    scheduled: datetime | None = None
+    """When the scheduler found a node for it."""
+    prepared: datetime | None = None
+    """When it had its volumes and its network, according to the kubelet's condition `PodReadyToStartContainers`."""
+    disruption: str = ""
+    """Reason of the condition `DisruptionTarget`; empty without this condition."""
+    started: datetime | None = None
+    """When the container began to run."""
+    finished: datetime | None = None
+    exit_code: int | None = None
+    """Exit code of the container, once it has ended."""
+    reason: str = ""
+    """Reason of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) if no container ended."""
+    eviction: str = ""
+    """The kubelet's message if it has evicted the pod, however its containers ended."""
+    termination_message: str = ""
+    waiting_reason: str = ""
+    """Reason of a container that is not running yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
+    waiting_message: str = ""
+    """Message of a container that is not running yet: for an image that cannot be pulled, its name and the registry's answer."""
+    unschedulable: str = ""
+    """Message of the condition `PodScheduled` while it is False."""
+    events: tuple[str, ...] = ()
+    """Texts of Warning events of a pod that has been pending for more than a few seconds; the latest comes last."""
+    pod_ip: str = ""
+    node: str = ""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether none of its containers can run any more."""
+        return self.gone or self.phase in ("Succeeded", "Failed")
+
+
+@dataclass(frozen=True)
+class ConfigMapView:
+    """The ConfigMap with the frozen plan."""
+
+    name: str
+    uid: str
+    plan_json: str
+    """Text under the key of the plan; empty if the key is missing."""
+
+
+@dataclass(frozen=True)
+class PolicyView:
+    """A NetworkPolicy of the job."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """A batch Job that a live list has shown."""
+
+    name: str
+    uid: str
+    deleting: bool = False
+
+
+@dataclass(frozen=True)
+class LivePod:
+    """A pod that a live list has shown and that can still run."""
+
+    name: str
+    uid: str
+    node: str = ""
+    deletion_due: datetime | None = None
+    """`deletionTimestamp`: when its grace period is over; None if its deletion was not requested."""
+    orphaned: bool = False
+    """Whether nothing controls it, so nothing else will ever delete it."""
+
+
+@dataclass(frozen=True)
+class LiveChildren:
+    """Children that really exist, whatever the cache shows: live lists without label selector, filtered by owner UID."""
+
+    batch_jobs: tuple[LiveJob, ...] = ()
+    """Every batch Job of this FineTuneJob, including those that are being deleted."""
+    running_pods: tuple[LivePod, ...] = ()
+    """The pods of this FineTuneJob, of any attempt, whose phase is neither Succeeded nor Failed."""
+
+
+@dataclass(frozen=True)
+class RefusedWrite:
+    """The API server's refusal to create or change a child, because of a quota, a plugin, a webhook or a missing permission."""
+
+    kind: str
+    name: str
+    code: int
+    """HTTP status: 403, 422, ..."""
+    message: str
+    """The server's message."""
+    tries: int
+    """Number of refusals of this write in a row."""
+    retry_at: datetime
+    """The time before which no such write of this job is tried again."""

@@ -1,0 +1,1 @@
+"""The Lease that lets one replica work."""

@@ -1,0 +1,1 @@
+"""Metrics of jobs and of the operator itself, and its health."""

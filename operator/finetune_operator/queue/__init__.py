@@ -1,0 +1,1 @@
+"""The work queue of jobs, with deadlines and pauses."""

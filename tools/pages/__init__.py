@@ -1,0 +1,1 @@
+"""Programs that write the pages of docs/reference from the command line and from the rules."""

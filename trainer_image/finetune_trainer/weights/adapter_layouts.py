@@ -1,0 +1,102 @@
+"""Recognises adapters and models that other tools have stored in a way that is not PEFT's, and says how to convert them.
+
+Names of tensors are not repaired while they are read: verification loads the same files with PEFT, which would skip such names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from finetune_job.methods import INSIDE_PEFT
+
+ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+LFS_POINTER = b"version https://git-lfs"
+"""Beginning of a file in Git whose content is in Git LFS and was not fetched."""
+_PICKLED_ADAPTERS = ("adapter_model.bin", "adapter_model.pt")
+_WRAPPERS = {
+    "_orig_mod.": "torch.compile",
+    "_fsdp_wrapped_module.": "FSDP",
+    "_checkpoint_wrapped_module.": "activation checkpointing",
+    "module.": "DistributedDataParallel",
+}
+"""Text that a wrapper puts into the names of a model's tensors -> the wrapper. The last one is put only at their beginning."""
+_WITH_ADAPTER_NAME = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\.([A-Za-z0-9_-]+)(\.weight|\.bias)?$")
+"""A tensor's name that holds the adapter's name in the program. state_dict() writes such names, save_pretrained() does not."""
+_LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\b")
+_MLX = re.compile(r"\.lora_[ab]$")
+_OTHER_FILES = {
+    "adapters.safetensors": "MLX, whose matrices are transposed; train the adapter again with PEFT, or fuse it with mlx-lm",
+    "adapters.npz": "MLX; train the adapter again with PEFT, or fuse it with mlx-lm",
+    "pytorch_lora_weights.safetensors": "diffusers, which is for models of images",
+}
+"""Name of a file -> the tool that reads it, and what to do."""
+
+
+def no_adapter_file(directory: Path) -> str:
+    """Say why a directory has no weights of an adapter, and what to do."""
+    for name in _PICKLED_ADAPTERS:
+        if (directory / name).exists():
+            convert = f"save_file(load({name!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
+            return (
+                f"{directory}: {ADAPTER_FILE} is missing, and {name} is a pickle, which is never loaded here. Convert it in that "
+                f'directory: python -c "from torch import load; from safetensors.torch import save_file; {convert}"'
+            )
+    for name, owner in _OTHER_FILES.items():
+        if (directory / name).exists():
+            return f"{directory}: {ADAPTER_FILE} is missing, and {name} is of {owner}."
+    if next(directory.glob("*.gguf"), None) is not None:
+        return f"{directory}: holds a GGUF file, which llama.cpp reads. Name the directory that PEFT saved."
+    below = sorted(path.parent for path in directory.glob(f"*/{ADAPTER_CONFIG_FILE}"))
+    if below:
+        shown = ", ".join(path.name for path in below[:8])
+        return f"{directory}: holds no adapter itself, but its directories do: {shown}. Name one of them."
+    if (directory / "config.json").exists() and not (directory / ADAPTER_CONFIG_FILE).exists():
+        return f"{directory}: is a whole model, not an adapter, so there is nothing to merge."
+    return f"{directory}: {ADAPTER_FILE} is missing. Save the adapter with safe_serialization=True."
+
+
+def foreign_names(path: Path, names: Collection[str]) -> str | None:
+    """Say in what way the names of an adapter's tensors are not PEFT's, and how to convert them; None if they are PEFT's."""
+    if any(_MLX.search(name) for name in names):
+        return (
+            f"{path}: its tensors have the names of MLX, and are transposed. Fuse the adapter with mlx-lm, or train it with PEFT."
+        )
+    reasons, convert, repaired = [], "n", list(names)
+    for mark, wrapper in _WRAPPERS.items():
+        if mark == "module." and any(name.startswith(mark) for name in repaired):
+            reasons.append(f"{wrapper} had wrapped the model")
+            convert, repaired = f"{convert}.removeprefix({mark!r})", [name.removeprefix(mark) for name in repaired]
+        elif mark != "module." and any(mark in name for name in repaired):
+            reasons.append(f"{wrapper} had wrapped the model")
+            convert, repaired = f"{convert}.replace({mark!r}, '')", [name.replace(mark, "") for name in repaired]
+    if any(name.startswith(INSIDE_PEFT * 2) for name in repaired):
+        reasons.append("the model was wrapped by PEFT twice")
+        convert += f".replace({INSIDE_PEFT * 2!r}, {INSIDE_PEFT!r})"
+    adapters = {
+        match[1] for name in repaired if (match := _WITH_ADAPTER_NAME.search(name)) and match[1] not in ("weight", "bias")
+    }
+    has_base = any(".base_layer." in name for name in repaired) and bool(adapters)
+    if has_base or len(adapters) > 1:
+        # A conversion of the names would mix the adapters, or keep weights of the base among those of the adapter.
+        content = "weights of the base" if has_base else f"several adapters ({', '.join(sorted(adapters))})"
+        return (
+            f"{path}: holds {content} under the names of a state_dict(). Load it into the PEFT model, and save one adapter: "
+            f"model.save_pretrained(directory, selected_adapters=[{min(adapters)!r}])."
+        )
+    for adapter in sorted(adapters):
+        reasons.append(f"they hold {adapter!r}, the name of the adapter in the program that saved them")
+        convert += f".replace('.{adapter}.weight', '.weight').replace('.{adapter}.bias', '.bias').removesuffix('.{adapter}')"
+    if any(map(_LORA.search, repaired)) and not any(INSIDE_PEFT in name for name in repaired):
+        reasons.append(f"they do not begin with {INSIDE_PEFT!r}")
+        convert = f"{INSIDE_PEFT!r} + {convert}"
+    if not reasons:
+        return None
+    file = path.name
+    saved = f"save_file({{{convert}: t for n, t in load_file({file!r}).items()}}, {file!r}, {{'format': 'pt'}})"
+    return (
+        f"{path}: its tensors do not have the names that PEFT's save_pretrained gives them: {' and '.join(reasons)}. Convert it "
+        f'in its directory: python -c "from safetensors.torch import load_file, save_file; {saved}"'
+    )
