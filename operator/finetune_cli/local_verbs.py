@@ -148,6 +148,7 @@ def merge(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device for the comparison of logits, by torch's name.")] = "cpu",
+    force: Annotated[bool, typer.Option("--force", help="Merge even an adapter of another base, or without effect.")] = False,
     form: Annotated[
         Output,
         typer.Option("-o", "--form", help="Form of the answer; with json and yaml everything else goes to standard error."),
@@ -174,6 +175,7 @@ def merge(
         device,
         MergeBase(base_form),
         quantization,
+        force,
     )
     end = merge_order(order, Console(highlight=False, stderr=form is not Output.TEXT))
     print_answer(form, lambda: merge_text(end, order), lambda: merge_document(end))

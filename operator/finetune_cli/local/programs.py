@@ -41,6 +41,8 @@ class MergeOrder:
     base_form: MergeBase = MergeBase.ORIGINAL
     quantization: str | None = None
     """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: not at all, or with the defaults."""
+    force: bool = False
+    """Whether to merge an adapter that was trained on another base, or that has no effect."""
 
     def command(self) -> list[str]:
         """Return the command of the process."""
@@ -56,7 +58,10 @@ class MergeOrder:
             ("quantization", self.quantization),
         ]
         words = [word for name, value in options if value is not None for word in (f"--{name}", str(value))]
-        return trainer_command("finetune_trainer.roles.merge_command", *words, *([] if self.verify else ["--no-verify"]))
+        return trainer_command("finetune_trainer.roles.merge_command", *words, *self._flags())
+
+    def _flags(self) -> list[str]:
+        return [flag for flag, is_set in (("--no-verify", not self.verify), ("--force", self.force)) if is_set]
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from finetune_trainer.merge.inputs import MergeInputs, plan_merge, tokenizer_dir
 from finetune_trainer.merge.plan import MergePlan, plan_digest
 from finetune_trainer.merge.stream import ProgressCallback, StreamResult, stream
 from finetune_trainer.merge.writer import OutputDirectory, complete_manifest, remove_leftovers
-from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError, StorageError
+from finetune_trainer.weights.base_identity import base_doubt, require_base
+from finetune_trainer.weights.errors import BrokenCheckpointError, MergeError, StorageError, UnsupportedAdapterError
 from finetune_trainer.weights.headers import read_checkpoint, require_all_named, unnamed_files
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ class MergeOptions:
     quantization: Quantization | None = None
     base_root: Path | None = None
     """The directory that links of the base must not leave; None: what `link_root` returns."""
+    refuses_misfits: bool = False
+    """Whether to refuse an adapter that records another base, or without which the model would be the same."""
 
     def root_of(self, directory: Path) -> Path:
         """Return the directory that links of the base or of an adapter must not leave."""
@@ -87,6 +90,11 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
         for error in links_outside(path, options.root_of(path)) if path.is_dir() else ():
             raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
     inputs = MergeInputs.of(options.base, options.adapters)
+    for adapter in options.adapters:
+        if options.refuses_misfits:
+            require_base(options.base, adapter)
+        if (doubt := base_doubt(options.base, adapter)) is not None:
+            log.warning("%s", doubt)
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
     base = read_checkpoint(options.base)
     others = unnamed_files(base)
@@ -154,6 +162,17 @@ def _write(
         finally:
             for file in shards.values():
                 file.close()
+        # Imported late, because bytes are copied before torch is imported.
+        from finetune_trainer.merge.effect import has_effect
+
+        if not has_effect({shard: file.path for shard, file in shards.items()}, read_checkpoint(options.base)):
+            problem = "the merged model equals the base in every value: the adapter is untrained, or its changes are too small"
+            if options.refuses_misfits:
+                raise UnsupportedAdapterError(
+                    f"{', '.join(map(str, options.adapters))}: {problem} for the element type.",
+                    "give a trained adapter, a wider --dtype, or --force to merge all the same",
+                )
+            log.warning("%s for the element type", problem)
         inputs.require_unchanged(digests)
         manifest = directory.write_manifest(plan, result.sha256, facts)
         directory.publish()

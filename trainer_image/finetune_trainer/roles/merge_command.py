@@ -67,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
         "--device", default=HOST, help="device on which the logits of base, adapter and merged model are computed, cpu or cuda"
     )
     arguments.add_argument("--verify", action=argparse.BooleanOptionalAction, default=True, help="compare with base and adapter")
+    arguments.add_argument(
+        "--force", action="store_true", help="merge although an adapter records another base, or has no effect"
+    )
     arguments.add_argument("--prompts", type=Path, help="lines of text or of JSON arrays of token ids to verify with")
     return arguments
 
@@ -82,6 +85,17 @@ def _progress_lines() -> Callable[[int, int], None]:
             print(json.dumps({"written": written, "total": total}), flush=True)
 
     return print_line
+
+
+class _Warnings(logging.Handler):
+    """Keeps the warnings of the merge for the report, because standard error is shown only after a failure."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -104,13 +118,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         dtype=arguments.dtype,
         max_shard_bytes=_shard_bytes(arguments.max_shard_size),
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
+        refuses_misfits=not arguments.force,
     )
     importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
     if arguments.verify:
         # Import during the merge, which waits for the disk. Both together need less memory than the verification.
         importing.start()
+    warnings = _Warnings()
+    logging.getLogger("finetune_trainer.merge").addHandler(warnings)
     merged = merge_adapter(options, _progress_lines())
-    report = {**dataclasses.asdict(merged), "output": str(output)}
+    report = {**dataclasses.asdict(merged), "output": str(output), "warnings": warnings.messages}
     if not arguments.verify:
         return report
     importing.join()

@@ -52,7 +52,8 @@ from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_on_meta, build_with_lazy_zeros, stored_dtype
 from finetune_trainer.model.load_shards import read_into, stored_by_name
 from finetune_trainer.release.adapter_check import TENSORS_KEY, tensor_descriptions
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_FILE, TensorHeader
+from finetune_trainer.weights.base_identity import BASE_KEY, weights_digest
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_FILE, TensorHeader, read_checkpoint
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -91,7 +92,8 @@ def _export_adapter(
     tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
     tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
+    base = weights_digest(read_checkpoint(context.base_model))
+    save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt", BASE_KEY: base})
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
         # An open file has keys() but is not iterable.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118

@@ -1,0 +1,71 @@
+"""Identifies the base of an adapter: by a digest that training writes into the adapter's file, or else by the base's name."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from finetune_trainer.files import open_regular
+from finetune_trainer.weights.errors import UnsupportedAdapterError
+from finetune_trainer.weights.headers import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    CONFIG_FILE,
+    Checkpoint,
+    read_checkpoint,
+    read_json,
+    read_metadata,
+)
+
+BASE_KEY = "base_sha256"
+"""Key of the digest in the metadata of an adapter's safetensors file."""
+SAMPLED_TENSORS = 1024
+"""Maximum number of tensors whose values enter the digest."""
+SAMPLED_BYTES = 4096
+"""Number of bytes of each of them, from its start."""
+
+
+def weights_digest(checkpoint: Checkpoint) -> str:
+    """Return a digest of a model's weights that does not depend on how they are divided into files.
+
+    It covers every name, dtype and shape, but only a sample of the values, so that it takes no longer for a large model.
+    """
+    tensors = [tensor for _, tensor in sorted(checkpoint.tensors.items())]
+    digest = hashlib.sha256(repr([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]).encode())
+    for tensor in tensors[:: -(-len(tensors) // SAMPLED_TENSORS) or 1]:
+        with open_regular(tensor.file) as file:
+            file.seek(tensor.offset)
+            digest.update(file.read(min(SAMPLED_BYTES, tensor.num_bytes)))
+    return digest.hexdigest()
+
+
+def require_base(base: Path, adapter: Path) -> None:
+    """Raise UnsupportedAdapterError if the adapter records that it was trained on other weights than those of `base`."""
+    recorded = read_metadata(adapter / ADAPTER_FILE).get(BASE_KEY)
+    if recorded is not None and recorded != weights_digest(read_checkpoint(base)):
+        raise UnsupportedAdapterError(
+            f"{adapter / ADAPTER_FILE}: was trained on other weights than those in {base}: their digests differ. Merged with "
+            "these, the adapter would give a model that was never trained.",
+            "give the base of the training, or --force to merge all the same",
+        )
+
+
+def base_doubt(base: Path, adapter: Path) -> str | None:
+    """Return a warning if nothing shows that `base` is the model that adapter_config.json names as the adapter's base."""
+    named = _named_base(adapter)
+    if not named or BASE_KEY in read_metadata(adapter / ADAPTER_FILE):
+        return None
+    own = read_json(base / CONFIG_FILE).get("_name_or_path")
+    # The cache of the Hub has directories such as models--org--name/snapshots/<commit>.
+    names = {part.rpartition("--")[2].lower() for part in (*base.absolute().parts, *base.resolve().parts, *Path(str(own)).parts)}
+    if Path(named).name.lower() in names:
+        return None
+    return (
+        f"{adapter / ADAPTER_CONFIG_FILE} names {named} as its base, and nothing shows that {base} is this model. If it is "
+        "another one, even of the same shape, the merged model is wrong"
+    )
+
+
+def _named_base(adapter: Path) -> str:
+    named = read_json(adapter / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
+    return named if isinstance(named, str) else ""
