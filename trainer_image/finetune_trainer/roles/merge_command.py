@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import size_bytes
@@ -120,17 +119,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         quantization=quantization if arguments.base_form is MergeBase.DEQUANTIZED else None,
         refuses_misfits=not arguments.force,
     )
-    importing = Thread(target=preload, args=(VERIFICATION,), daemon=True)
     if arguments.verify:
-        # Import during the merge, which waits for the disk. Both together need less memory than the verification.
-        importing.start()
+        preload(VERIFICATION)
+        from finetune_trainer.verify.model_class import model_builder
+
+        # Before the merge: a model that cannot be verified would be merged in vain.
+        model_builder(options.base, options.adapters)
     warnings = _Warnings()
     logging.getLogger("finetune_trainer.merge").addHandler(warnings)
     merged = merge_adapter(options, _progress_lines())
     report = {**dataclasses.asdict(merged), "output": str(output), "warnings": warnings.messages}
     if not arguments.verify:
         return report
-    importing.join()
     return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
 
 

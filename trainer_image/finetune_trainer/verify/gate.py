@@ -73,7 +73,10 @@ class VerificationGate:
     max_kl_share_of_effect: float = 0.1
     """Limit of the ratio of mean_kl to effect_mean_kl, if the effect exceeds max_mean_kl. A copy of the base has the ratio 1."""
     max_excused: int = 1
-    """Number of positions at which the most likely tokens may differ, however few positions there are."""
+    """Number of positions at which the most likely tokens may differ, however few positions there are.
+
+    0 if a user has set min_top1_agreement. Otherwise, the share at which PEFT's own merged model agrees is enough, too.
+    """
 
     def allowed_difference(self, figures: LogitFigures) -> float:
         """Return the limit of the relative difference."""

@@ -18,18 +18,14 @@ import torch
 from finetune_trainer.merge.changes import Quantization
 from finetune_trainer.verify.figures import LogitsFile, PromptFigures, figures_of_prompts, figures_together
 from finetune_trainer.verify.gate import LogitFigures
-from finetune_trainer.verify.skeleton import HOST, MergedWeights, WeightSource, config_of, element_types, skeleton_model
+from finetune_trainer.verify.model_class import Build, UnverifiableModelError, config_of, model_builder
+from finetune_trainer.verify.skeleton import HOST, MergedWeights, WeightSource, element_types, skeleton_model
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.verify.streaming import Prompt, StreamedModel, batches, return_freed_memory
-from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 MAX_PROMPT_POSITIONS = 512
 """Maximum number of tokens of a prompt; longer prompts are cut."""
-
-
-class UnverifiableModelError(MergeError):
-    """The model's class cannot be verified in bounded memory. The merge may still be right."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +43,12 @@ class Reference:
 
 
 def compare_logits(
-    references: Sequence[Reference], merged: Path, prompts: Sequence[Sequence[int]], scratch: Path
+    references: Sequence[Reference], merged: Path, prompts: Sequence[Sequence[int]], scratch: Path, *, is_peft_merge: bool = False
 ) -> list[LogitFigures]:
     """Compare the merged model with each reference, on the device of the first reference.
 
-    prompts: token ids; no prompt may be empty. scratch: directory for logits. Raises ValueError if prompts are missing or empty,
+    prompts: token ids; no prompt may be empty. scratch: directory for logits. is_peft_merge: whether the weights in `merged` are
+    replaced by PEFT's own merge of the first reference. Raises ValueError if prompts are missing or empty,
     UnverifiableModelError for a large model that uses weights outside of their layers, MergeError for a broken model.
     """
     if not prompts or not all(prompts):
@@ -64,8 +61,10 @@ def compare_logits(
     # An encoder-decoder gets a prompt twice: as the encoder's input and, shifted, as the decoder's.
     chosen = [Prompt(ids, None if start is None else (start, *ids[:-1])) for ids in ids_of_prompts]
     merged_alone = Reference(merged, (), allow_remote_code=allow_remote_code, device=references[0].device)
-    (merged_model,) = streamed_models(merged_alone)
-    models = [streamed_models(reference) for reference in references]
+    build = model_builder(references[0].base, references[0].adapters, allow_remote_code=allow_remote_code)
+    own = _weights(references[0], references[0].adapters, build) if is_peft_merge else None
+    (merged_model,) = streamed_models(merged_alone, build, own)
+    models = [streamed_models(reference, build) for reference in references]
     figures: list[list[PromptFigures]] = [[] for _ in references]
     with tempfile.TemporaryDirectory(prefix="verify-", dir=scratch) as name:
         for batch in batches(chosen):
@@ -85,21 +84,34 @@ def chooses_experts(config: Mapping[str, Any]) -> bool:
     return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
 
 
-def streamed_models(reference: Reference) -> list[StreamedModel]:
-    """Return the base, and base + adapters if there are adapters."""
+def streamed_models(reference: Reference, build: Build | None = None, of_base: WeightSource | None = None) -> list[StreamedModel]:
+    """Return the base, and base + adapters if there are adapters.
+
+    build: builds both; None: `model_builder` chooses. of_base: the base's weights; None: those in its files.
+    """
     allow = reference.allow_remote_code
+    build = build or model_builder(reference.base, reference.adapters, allow_remote_code=allow)
     stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
-    types = element_types(reference.base, allow_remote_code=allow)
-    weights: WeightSource = stored
-    for adapter in reference.adapters[:-1]:
-        weights = MergedWeights(stored, weights, adapter, allow_remote_code=allow)
-    pairs: list[tuple[WeightSource, Path | None]] = [(stored, None), *((weights, last) for last in reference.adapters[-1:])]
+    types = element_types(reference.base, build, allow_remote_code=allow)
+    pairs: list[tuple[WeightSource, Path | None]] = [(of_base or stored, None)]
+    pairs += [(_weights(reference, reference.adapters[:-1], build), last) for last in reference.adapters[-1:]]
     return [
         StreamedModel(
-            skeleton_model(stored, adapter, types, device=reference.device, allow_remote_code=allow), source, stored.num_bytes
+            skeleton_model(stored, adapter, build, types, device=reference.device, allow_remote_code=allow),
+            source,
+            stored.num_bytes,
         )
         for source, adapter in pairs
     ]
+
+
+def _weights(reference: Reference, adapters: Sequence[Path], build: Build) -> WeightSource:
+    """Return the base's weights with the first of its adapters merged by PEFT."""
+    stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
+    weights: WeightSource = stored
+    for adapter in adapters:
+        weights = MergedWeights(stored, weights, adapter, build, allow_remote_code=reference.allow_remote_code)
+    return weights
 
 
 def _stored_logits(model: StreamedModel, reference: Reference, prompts: Sequence[Prompt], prefix: Path) -> list[LogitsFile]:

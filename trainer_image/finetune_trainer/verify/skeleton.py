@@ -10,16 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from finetune_trainer.model.load import reserve_parameters, without_values
+from finetune_trainer.model.load import reserve_parameters
+from finetune_trainer.verify.model_class import Build, config_of
 from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.weights.headers import read_adapter, read_checkpoint
 from finetune_trainer.weights.rounding import READ_DTYPES
@@ -49,18 +50,6 @@ class SkeletonModel:
     slots: tuple[ParameterSlot, ...]
 
 
-def config_of(directory: Path, *, allow_remote_code: bool = False) -> Any:
-    """Return the configuration of the model in a directory, as the library reads it."""
-    return AutoConfig.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
-
-
-def _empty_model(config: Any, *, allow_remote_code: bool, **options: Any) -> Any:
-    """Build the model of meta tensors, with the class with which PEFT and users load it."""
-    loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    with without_values(allow_remote_code=allow_remote_code):
-        return loader.from_config(config, trust_remote_code=allow_remote_code, **options)
-
-
 @dataclass(frozen=True)
 class ElementTypes:
     """Element types that the library chooses for a model and for its parameters."""
@@ -69,12 +58,12 @@ class ElementTypes:
     of_parameters: Mapping[str, torch.dtype]
 
 
-def element_types(directory: Path, *, allow_remote_code: bool = False) -> ElementTypes:
+def element_types(directory: Path, build: Build, *, allow_remote_code: bool = False) -> ElementTypes:
     """Return the element types with which the library loads the model in a directory. Raises what the library raises.
 
     The library gets empty tensors that match the files' headers. From the files themselves it would read all values in vain.
     """
-    built = _empty_model(config_of(directory, allow_remote_code=allow_remote_code), allow_remote_code=allow_remote_code)
+    built = build(config_of(directory, allow_remote_code=allow_remote_code))
     # The order matters: if config.json names no type, the library takes that of the first suitable tensor.
     tensors = sorted(read_checkpoint(directory).tensors.values(), key=lambda header: (header.file, header.name))
     headers = [header for header in tensors if header.dtype in READ_DTYPES]
@@ -93,6 +82,7 @@ def element_types(directory: Path, *, allow_remote_code: bool = False) -> Elemen
 def skeleton_model(
     weights: StoredWeights,
     adapter: Path | None,
+    build: Build,
     types: ElementTypes | None = None,
     *,
     device: torch.device = HOST,
@@ -100,14 +90,15 @@ def skeleton_model(
 ) -> SkeletonModel:
     """Build the model of `weights.directory` without base weights, with `adapter` attached.
 
-    types: the model's element types; None: determined here. device: device on which it runs. Raises what the libraries raise.
+    build: from `model_builder`. types: the model's element types; None: determined here. device: device on which it
+    runs. Raises what the libraries raise.
     """
     directory = weights.directory
-    types = types or element_types(directory, allow_remote_code=allow_remote_code)
+    types = types or element_types(directory, build, allow_remote_code=allow_remote_code)
     config = config_of(directory, allow_remote_code=allow_remote_code)
     if weights.num_rows is not None:
         config.get_text_config().vocab_size = weights.num_rows
-    base: PreTrainedModel = _empty_model(config, allow_remote_code=allow_remote_code, dtype=types.of_model)
+    base = build(config, dtype=types.of_model)
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if parameter.dtype is not types.of_parameters[name]:
             owner, _, last = name.rpartition(".")
@@ -167,9 +158,11 @@ class WeightSource(Protocol):
 class MergedWeights:
     """`weights` with `adapter` merged into them. Raises what the libraries raise."""
 
-    def __init__(self, stored: StoredWeights, weights: WeightSource, adapter: Path, *, allow_remote_code: bool = False) -> None:
+    def __init__(
+        self, stored: StoredWeights, weights: WeightSource, adapter: Path, build: Build, *, allow_remote_code: bool = False
+    ) -> None:
         self._weights = weights
-        self._skeleton = skeleton_model(stored, adapter, allow_remote_code=allow_remote_code)
+        self._skeleton = skeleton_model(stored, adapter, build, allow_remote_code=allow_remote_code)
         self._empty: dict[str, list[ParameterSlot]] = {}
         for slot in self._skeleton.slots:
             self._empty.setdefault(slot.path, []).append(slot)
@@ -189,10 +182,11 @@ class MergedWeights:
         for slot in slots:
             values = self._weights.whole(slot.path, slot.dtype)
             slot.module._parameters[slot.name] = nn.Parameter(values, requires_grad=False)  # noqa: SLF001
-        with torch.no_grad():
-            module.merge(safe_merge=False)
         innermost: nn.Module = module
+        # Adapters of several parameters of one module are nested, and each layer merges its own.
         while isinstance(innermost, BaseTunerLayer):
+            with torch.no_grad():
+                innermost.merge(safe_merge=False)
             innermost = innermost.base_layer
         merged = innermost.get_parameter(name).detach()
         for layer in module.modules():

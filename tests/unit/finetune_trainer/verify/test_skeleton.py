@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
 
 from finetune_trainer.model.load import without_values
+from finetune_trainer.verify.model_class import model_builder
 from finetune_trainer.verify.skeleton import element_types
 from tests.unit.finetune_trainer.merge import tiny
 
@@ -32,7 +33,7 @@ def test_a_model_has_one_type(is_named: bool, shards: str, tmp_path: Path) -> No
         config = json.loads((base / "config.json").read_text())
         del config["dtype"]
         (base / "config.json").write_text(json.dumps(config))
-    found = element_types(base)
+    found = element_types(base, model_builder(base))
     assert found.of_model is torch.float16
     assert set(found.of_parameters.values()) == {torch.float16}
     assert "model.layers.1.mlp.down_proj.weight" in found.of_parameters
@@ -41,7 +42,7 @@ def test_a_model_has_one_type(is_named: bool, shards: str, tmp_path: Path) -> No
 def test_what_the_library_holds_in_float32_is_known(tmp_path: Path) -> None:
     config = T5Config(vocab_size=64, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4)
     AutoModelForSeq2SeqLM.from_config(config, dtype=torch.float16).save_pretrained(tmp_path)
-    found = element_types(tmp_path)
+    found = element_types(tmp_path, model_builder(tmp_path))
     assert found.of_model is torch.float16
     wide = {name for name, dtype in found.of_parameters.items() if dtype is torch.float32}
     assert wide == {"encoder.block.0.layer.1.DenseReluDense.wo.weight", "decoder.block.0.layer.2.DenseReluDense.wo.weight"}

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from transformers import Gemma4TextConfig
 
 from finetune_trainer.files import file_sha256
 from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
@@ -19,7 +21,7 @@ from finetune_trainer.verify.logits import Reference, compare_logits
 from finetune_trainer.verify.tensors import check_tensors
 from finetune_trainer.verify.verification import gate_of_merge
 from tests.support.cases import table
-from tests.unit.finetune_trainer.merge import tiny
+from tests.unit.finetune_trainer.merge import moe, tiny
 
 RIGHT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str, str | None]] = table(__file__, "RIGHT")
 
@@ -243,3 +245,31 @@ def test_verification_without_prompts_is_an_error(triple: tuple[Path, Path, Path
     base, adapter, merged = triple
     with pytest.raises(ValueError, match="prompts"):
         tiny.verified(base, adapter, merged, prompts=[])
+
+
+def test_token_agreement_need_not_exceed_that_of_pefts_own_merge(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
+    per_layer = {"vocab_size_per_layer_input": 320, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
+    config = Gemma4TextConfig(vocab_size=320, num_key_value_heads=2, global_head_dim=16, **sizes, **per_layer)
+    base = tiny.save_base(tmp_path / "base", config, torch.bfloat16)
+    settings = LoraConfig(r=4, lora_alpha=8, use_dora=True, target_modules="all-linear")
+    adapter = tiny.save_adapter(tmp_path / "adapter", base, settings)
+    merged = tiny.merged(base, adapter)
+    prompts = [torch.randint(3, 300, (60,), generator=torch.Generator().manual_seed(seed)).tolist() for seed in range(4)]
+    gate = replace(GATES["bfloat16"], min_top1_agreement=0.999)
+    report = tiny.verified(base, adapter, merged, prompts=prompts, gate=gate)
+    assert report.passed, report.faults
+    assert report.gate.min_top1_agreement < 0.99, "the two models of PEFT agree at about 95 % of positions"
+    assert not tiny.verified(base, adapter, merged, prompts=prompts, gate=replace(gate, max_excused=0)).passed
+
+
+def test_adapters_of_two_parameters_of_one_module_are_both_in_the_reference(tmp_path: Path) -> None:
+    base = moe.save_base(tmp_path / "base", "mixtral", torch.float32)
+    experts = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    first = tiny.save_adapter(tmp_path / "first", base, experts)
+    second = tiny.save_adapter(tmp_path / "second", base, LoraConfig(r=4, target_modules=["q_proj"]), seed=6)
+    prompts = [[1, 5, 9, 20, 33, 60] * 5, [2, 3, 40, 50, 11]]
+    report = tiny.verified(base, [first, second], tiny.merged(base, first, second), prompts=prompts)
+    assert report.passed, report.faults
+    assert report.logits is not None
+    assert report.logits.relative_difference < 1e-5
