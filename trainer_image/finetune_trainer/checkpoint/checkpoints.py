@@ -11,8 +11,9 @@ import torch
 from finetune_job.layout import checkpoint_name
 from finetune_trainer.checkpoint.evidence import Evidence, recorded_progress
 from finetune_trainer.checkpoint.load import load, newest_foreign_step, newest_valid, unusable_checkpoints, verified_manifest
-from finetune_trainer.checkpoint.manifest import Manifest, Origin, RunState
+from finetune_trainer.checkpoint.manifest import Manifest, RunState
 from finetune_trainer.checkpoint.save import PendingSave, Snapshot, begin_save, commit_save
+from finetune_trainer.checkpoint.start import origin_of
 from finetune_trainer.checkpoint.state import ParameterRange, share
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError, SaveError
@@ -51,12 +52,7 @@ class Checkpoints:
         self._plan = context.plan.checkpoint
         self._exports_best = context.plan.evaluation.load_best_model_at_end
         self._workspace, self._root = context.workspace, context.workspace.checkpoints
-        self._origin = Origin(
-            learning_sha256=context.learning_sha256,
-            data_hash=data_hash,
-            first_values=first_values,
-            added_tokens=[token.content for token in context.plan.model.added_tokens],
-        )
+        self.origin = origin_of(context, data_hash, first_values)
         self._newest: tuple[Path, Manifest] | None = None
         self._best_step: int | None = None
         self._under_way: PendingSave | None = None
@@ -71,7 +67,7 @@ class Checkpoints:
 
         Raises CheckpointError, also if this run has completed checkpoints but none can be used.
         """
-        self._newest = newest_valid(self._root, self._gang, self._origin)
+        self._newest = newest_valid(self._root, self._gang, self.origin)
         if self._newest is None:
             self._check_never_completed()
             return None
@@ -103,11 +99,11 @@ class Checkpoints:
         """Return evidence that a step after this one was saved, or None. Raises OSError."""
         evidence = recorded_progress(self._workspace)
         # Records do not name their run: if another run has checkpoints here, they count only if later than its newest one.
-        is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self._origin))
+        is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self.origin))
         return evidence if is_lost else None
 
     def _check_never_completed(self) -> None:
-        unusable = unusable_checkpoints(self._root, self._gang, self._origin)
+        unusable = unusable_checkpoints(self._root, self._gang, self.origin)
         if unusable:
             raise CheckpointError(
                 f"{self._root}: none of this run's checkpoints can be used: {', '.join(unusable)}; the newest: "
@@ -160,7 +156,7 @@ class Checkpoints:
                 found=self._written,
                 optimizer=self._optimizer,
                 gang=self._gang,
-                origin=self._origin,
+                origin=self.origin,
                 state=state,
                 best_step=step if is_best and self._exports_best else self._best_step,
                 reused=self._reused,
@@ -191,7 +187,7 @@ class Checkpoints:
         if not self._exports_best or self._newest is None or best in (None, self._newest[1].step):
             return self._newest
         directory = self._root / checkpoint_name(best or 0)
-        manifest, problems = verified_manifest(directory, self._gang, self._origin)
+        manifest, problems = verified_manifest(directory, self._gang, self.origin)
         if manifest is None:
             raise CheckpointError(
                 f"{directory}: the best checkpoint is not what was written: {'; '.join(problems)}",

@@ -106,16 +106,18 @@ def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optim
     restore_count(optimizer, manifest.optimizer)
 
 
-def load_start(directory: Path, gang: Gang, found: list[ParameterRange], *, first_values: str | None) -> None:
+def load_start(directory: Path, gang: Gang, found: list[ParameterRange], origin: Origin) -> None:
     """Load the trained parameters of another run's checkpoint into these pieces, without the optimizer state.
 
-    first_values: as in Origin. Call this before the first forward pass. Raises CheckpointError on all ranks if the checkpoint is
-    incomplete or does not fit.
+    origin: that of the run, with its first values. Call this before the first forward pass. Raises CheckpointError on all ranks
+    if the checkpoint is incomplete or does not fit.
     """
     manifest, problems = verified_manifest(directory, gang, None)
     if manifest is None:
         raise CheckpointError(f"{START_FIELD}: {'; '.join(problems)}", START_HINT)
-    problem = start_problem(directory, manifest, {piece.name: piece.shape for piece in found}, first_values)
+    problem = start_problem(directory, manifest, {piece.name: piece.shape for piece in found}, origin)
+    if not problem and manifest.origin.first_values != origin.first_values:
+        problem = f"{directory} was trained from other first values of the base model, which it does not hold"
     if problem:
         raise CheckpointError(f"{START_FIELD}: {problem}", START_HINT)
     reader = RangeReader(directory, manifest)

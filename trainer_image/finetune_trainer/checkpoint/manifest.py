@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -89,6 +89,10 @@ class Origin(ManifestModel):
     """SHA-256 of the file of first values, if adapters start from the base's weights."""
     added_tokens: list[str] = []
     """Tokens that the run added to the base, in the order of their rows."""
+    base_sha256: str | None = None
+    """Digest of the base's weights (weights/base_identity.py); None if its directory was missing."""
+    method: dict[str, Any] = {}
+    """Settings that give the parameters their meaning, besides names and shapes."""
 
 
 class OptimizerEntry(ManifestModel):
@@ -118,7 +122,8 @@ class Manifest(ManifestModel):
     def encode(self) -> bytes:
         """Encode as canonical JSON that includes its own digest, so that any changed byte is detected."""
         # If empty, these fields are left out, as in earlier releases, which did not have them.
-        left_out = {"origin": {name for name in ("first_values", "added_tokens") if not getattr(self.origin, name)}}
+        later = Origin.model_fields.keys() - {"learning_sha256", "data_hash"}
+        left_out = {"origin": {name for name in later if not getattr(self.origin, name)}}
         body = self.model_dump(mode="json", exclude=left_out)
         return _canonical({**body, "sha256": _digest(body)})
 

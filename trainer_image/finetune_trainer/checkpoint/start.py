@@ -1,18 +1,21 @@
 """The checkpoint of another run with whose trained parameters this run starts. Imports no torch.
 
-The two jobs may learn different things; only names and shapes of parameters must be equal. A checkpoint does not contain the base
-model, so the user must make sure that both jobs have the same one.
+The two jobs may learn different things, but their parameters must have the same names, shapes and meaning: the same base, method,
+scaling, added tokens and first values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from finetune_trainer.checkpoint.manifest import Manifest
+from finetune_trainer.checkpoint.manifest import Manifest, Origin
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import OutsideError, inside
+from finetune_trainer.weights.base_identity import weights_digest
+from finetune_trainer.weights.headers import read_checkpoint
 
 START_FIELD = "spec.training.startFrom"
 START_HINT = f"name a whole checkpoint of a job with the same base model and method as {START_FIELD}, or remove the field"
@@ -32,16 +35,30 @@ def start_directory(context: RunContext) -> Path | None:
         raise CheckpointError(f"{START_FIELD}: {error}", START_HINT) from error
 
 
-def start_problem(
-    directory: Path,
-    manifest: Manifest,
-    trained: Mapping[str, tuple[int, ...]],
-    first_values: str | None = None,
-    added_tokens: Sequence[str] | None = None,
-) -> str:
+def origin_of(context: RunContext, data_hash: str = "", first_values: str | None = None) -> Origin:
+    """Return what the checkpoints of this run say about their origin. Raises BrokenCheckpointError."""
+    method = context.plan.method
+    settings: dict[str, Any] = {"type": method.type.value}
+    if method.lora is not None:
+        settings |= method.lora.model_dump(mode="json", include={"lora_alpha", "alpha_pattern", "use_rslora"})
+        if method.lora.starts_from_base:
+            settings["init_lora_weights"] = method.lora.init_lora_weights.value
+    elif method.adapter is not None:
+        settings |= method.adapter.settings
+    return Origin(
+        learning_sha256=context.learning_sha256,
+        data_hash=data_hash,
+        first_values=first_values,
+        added_tokens=[token.content for token in context.plan.model.added_tokens],
+        base_sha256=weights_digest(read_checkpoint(context.source_model)) if context.source_model.is_dir() else None,
+        method=settings,
+    )
+
+
+def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], origin: Origin) -> str:
     """Say why a run that trains parameters of these names and shapes cannot start from the checkpoint; empty if it can.
 
-    first_values, added_tokens: as in Origin; None: not compared, because they are unknown or do not exist.
+    origin: that of the run.
     """
     stored = {entry.name: tuple(entry.shape) for file in manifest.files for entry in file.pieces}
     other = sorted(stored.keys() ^ trained.keys())
@@ -51,9 +68,18 @@ def start_problem(
     for name, shape in sorted(trained.items()):
         if stored[name] != tuple(shape):
             return f"{directory} is of another model or rank: {name} has shape {list(stored[name])} there, {list(shape)} here"
-    if first_values is not None and manifest.origin.first_values != first_values:
-        return f"{directory} was trained from other first values of the base model, which it does not hold"
-    if added_tokens is not None and manifest.origin.added_tokens != [*added_tokens]:
-        there, here = (", ".join(tokens) or "none" for tokens in (manifest.origin.added_tokens, added_tokens))
-        return f"{directory} holds rows of other added tokens, or in another order: {there[:200]}; here {here[:200]}"
+    there = manifest.origin
+    if there.added_tokens != origin.added_tokens:
+        names = [(", ".join(tokens) or "none")[:200] for tokens in (there.added_tokens, origin.added_tokens)]
+        return f"{directory} holds rows of other added tokens, or in another order: {names[0]}; here {names[1]}"
+    if None not in (there.base_sha256, origin.base_sha256) and there.base_sha256 != origin.base_sha256:
+        return f"{directory} was trained on another base model: the digests of the weights differ"
+    # Checkpoints of earlier releases do not have the settings, but they have first values if these are subtracted from the base.
+    if (there.first_values is not None) is not (origin.method.get("init_lora_weights") is not None):
+        has = "from first values of the base model (PiSSA or OLoRA)" if there.first_values else "from zero"
+        return f"{directory} was trained {has}, and spec.method.lora.initLoraWeights of this job says otherwise"
+    keys = sorted(there.method.keys() | origin.method.keys()) if there.method else ()
+    for key in keys:
+        if (value := there.method.get(key)) != (own := origin.method.get(key)):
+            return f"{directory} was trained with {key} {value}, here it is {own}: its parameters would mean something else"
     return ""

@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -28,7 +29,9 @@ from finetune_job.module_names import ADAPTER
 from finetune_job.plan.digest import learning_sha256
 from finetune_job.plan.run_plan import RunPlan
 from finetune_memory.adapters import FIRST_VALUES
-from finetune_trainer.errors import InvariantError, ModelError
+from finetune_trainer.checkpoint.manifest import read_manifest
+from finetune_trainer.checkpoint.start import START_FIELD, START_HINT
+from finetune_trainer.errors import CheckpointError, InvariantError, ModelError
 from finetune_trainer.files import TEMPORARY_MARK, file_sha256, open_regular, sync_directory, sync_file, temporary_beside
 from finetune_trainer.model.adapters import attach, lora_layers
 from finetune_trainer.model.dtypes import resolve_dtypes
@@ -41,14 +44,38 @@ _RUN = "learning_sha256"
 """Key in the file's metadata for the run that the values belong to."""
 
 
-def ensure_first_values(plan: RunPlan, base_model: Path, path: Path) -> str:
+def ensure_first_values(plan: RunPlan, base_model: Path, path: Path, start: Path | None = None) -> str:
     """Return the SHA-256 of the file `path` with this run's first values, which is written if it is missing.
 
-    Memory holds the adapter and one whole weight at a time. Raises ModelError, OSError.
+    start: a checkpoint of another run whose parameters this run begins with. They count from that run's first values, which are
+    taken over. Memory holds the adapter and one whole weight at a time. Raises ModelError, CheckpointError, OSError.
     """
-    if _run_of(path) != learning_sha256(plan):
-        _write(_decomposed(plan, base_model), path, learning_sha256(plan))
+    if start is not None:
+        _take_over(start, path)
+    elif _run_of(path) != learning_sha256(plan):
+        tensors = _decomposed(plan, base_model)
+        # A single entry, since safetensors writes several in any order, and equal values must have equal digests.
+        _write(path, lambda temporary: save_file(tensors, temporary, metadata={_RUN: learning_sha256(plan)}))
     return file_sha256(path)
+
+
+def _take_over(start: Path, path: Path) -> None:
+    """Copy the first values of the run with the checkpoint `start` to `path`, unless they are there.
+
+    A start that is gone is not missed once they are there.
+    """
+    try:
+        wanted = read_manifest(start, None).origin.first_values
+    except CheckpointError:
+        if _run_of(path) is None:
+            raise
+        return
+    if _run_of(path) is not None and file_sha256(path) == wanted:
+        return
+    source = start.parents[1] / path.name
+    if wanted is None or _run_of(source) is None or file_sha256(source) != wanted:
+        raise CheckpointError(f"{START_FIELD}: {source} does not hold the first values that {start} was trained from", START_HINT)
+    _write(path, lambda temporary: shutil.copyfile(source, temporary))
 
 
 def _run_of(path: Path) -> str | None:
@@ -62,13 +89,12 @@ def _run_of(path: Path) -> str | None:
         return None
 
 
-def _write(tensors: Mapping[str, torch.Tensor], path: Path, run: str) -> None:
+def _write(path: Path, save: Callable[[Path], object]) -> None:
     for leftover in path.parent.glob(f"{path.name}{TEMPORARY_MARK}*"):
         leftover.unlink(missing_ok=True)
     temporary = temporary_beside(path)
     try:
-        # A single entry, since safetensors writes several in any order, and equal values must have equal digests.
-        save_file(dict(tensors), temporary, metadata={_RUN: run})
+        save(temporary)
         sync_file(temporary)
         temporary.rename(path)
     except BaseException:
@@ -161,6 +187,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser()
     for name in ("--parent", "--model", "--to"):
         arguments.add_argument(name, required=True)
+    arguments.add_argument("--start", type=Path)
     given = arguments.parse_args()
     die_with(int(given.parent))
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
@@ -168,7 +195,7 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     plan = RunPlan.model_validate_json(sys.stdin.read())
-    answer.write(ensure_first_values(plan, Path(given.model), Path(given.to)))
+    answer.write(ensure_first_values(plan, Path(given.model), Path(given.to), given.start))
     answer.flush()
     return 0
 

@@ -17,7 +17,7 @@ from finetune_job.plan.element_types import VALUE_BYTES
 from finetune_memory.optimizers import FORMS
 from finetune_trainer.checkpoint.manifest import read_manifest, verify_file
 from finetune_trainer.checkpoint.retention import checkpoint_directories
-from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, start_directory, start_problem
+from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, origin_of, start_directory, start_problem
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
@@ -33,6 +33,7 @@ from finetune_trainer.preflight.memory import memory_need
 from finetune_trainer.preflight.model_process import start_check
 from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
 from finetune_trainer.processes.start import torch_is_here
+from finetune_trainer.weights.errors import MergeError
 
 BYTES_PER_VALUE = 4
 """Largest size of a trained value, and of each value of optimizer state: float32."""
@@ -128,9 +129,8 @@ def check_start(seen: Inspection) -> Iterable[Finding]:
         manifest = read_manifest(directory, None)
         for entry in manifest.files:
             verify_file(directory, entry)
-        added = [token.content for token in seen.context.plan.model.added_tokens]
-        problem = start_problem(directory, manifest, seen.structure.trainable, added_tokens=added)
-    except (CheckpointError, OSError) as error:
+        problem = start_problem(directory, manifest, seen.structure.trainable, origin_of(seen.context))
+    except (CheckpointError, MergeError, OSError) as error:
         problem = str(error)
     if not problem:
         return ()

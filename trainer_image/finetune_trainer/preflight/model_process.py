@@ -22,6 +22,7 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.failures import FailureClass
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import RunPlan
+from finetune_trainer.checkpoint.start import start_directory
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import TrainerError
 from finetune_trainer.inspection.report import ModelStructure
@@ -97,14 +98,14 @@ def computed_first_values(context: RunContext) -> str:
 
     Raises ModelCheckError, and OSError as the file system does.
     """
-    path = context.workspace.first_values
+    path, start = context.workspace.first_values, start_directory(context)
     path.parent.mkdir(parents=True, exist_ok=True)
     if torch_is_here():
         from finetune_trainer.model.first_values import ensure_first_values
 
-        return ensure_first_values(context.plan, context.base_model, path)
+        return ensure_first_values(context.plan, context.base_model, path, start)
     # An earlier check has estimated the time, and the pod's deadlines also apply, so none is set here.
-    arguments = ("--model", str(context.base_model), "--to", str(path))
+    arguments = ("--model", str(context.base_model), "--to", str(path), *([] if start is None else ["--start", str(start)]))
     child = start_module("finetune_trainer.model.first_values", context.plan.model_dump_json(), *arguments)
     what, fix = "decomposes the base's weights", "its log says why; remove spec.method.lora.initLoraWeights to do without"
     return answer_of(child, what, fix).decode()

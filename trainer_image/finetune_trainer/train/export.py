@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from finetune_job.api.method import MethodType
 from finetune_trainer.checkpoint.load import RangeReader, full_parameters
 from finetune_trainer.checkpoint.manifest import Manifest
+from finetune_trainer.checkpoint.start import origin_of
 from finetune_trainer.companion_files import companion_files
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import InvariantError
@@ -52,8 +53,8 @@ from finetune_trainer.model.invariants import check_saved
 from finetune_trainer.model.load import SAFETENSORS_DTYPES, build_on_meta, build_with_lazy_zeros, stored_dtype
 from finetune_trainer.model.load_shards import read_into, stored_by_name
 from finetune_trainer.release.adapter_check import TENSORS_KEY, tensor_descriptions
-from finetune_trainer.weights.base_identity import BASE_KEY, weights_digest
-from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_FILE, TensorHeader, read_checkpoint
+from finetune_trainer.weights.base_identity import BASE_KEY
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, INDEX_FILE, TensorHeader
 
 _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
@@ -69,6 +70,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
             _export_model(context, directory, checkpoint, manifest, fixed)
         else:
             # The description comes from memory, so that the file is compared with what was trained and not with itself.
+            facts[BASE_KEY] = origin_of(context).base_sha256
             facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, directory, checkpoint, manifest, fixed))
         return _write_manifest(directory, facts)
 
@@ -92,8 +94,7 @@ def _export_adapter(
     tensors |= {name: tensor.contiguous() for name, tensor in fixed.items()}
     tensors |= {second: tensors[first].clone() for second, first in second_names(model).items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    base = weights_digest(read_checkpoint(context.base_model))
-    save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt", BASE_KEY: base})
+    save_file(dict(sorted(tensors.items())), directory / ADAPTER_FILE, metadata={"format": "pt"})
     with safe_open(directory / ADAPTER_FILE, framework="pt") as written:
         # An open file has keys() but is not iterable.
         check_saved({name: written.get_tensor(name) for name in written.keys()}, shapes)  # noqa: SIM118

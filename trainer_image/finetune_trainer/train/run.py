@@ -133,7 +133,7 @@ class _Loop:
             log.info("starting at step 0 of %d: the workspace knows of no checkpoint of this run", self.total)
             start = start_directory(context)
             if start is not None:
-                load_start(start, gang, self.model.pieces, first_values=first_values)
+                load_start(start, gang, self.model.pieces, self.checkpoints.origin)
                 log.info("the first parameters are those of the checkpoint %s", start)
 
     def _first_values(self) -> str | None:
@@ -142,7 +142,10 @@ class _Loop:
         if lora is None or not lora.starts_from_base:
             return None
         digest: str = self.gang.from_first(
-            ensure_first_values(self.plan, self.context.base_model, path) if self.gang.is_first else "", str
+            ensure_first_values(self.plan, self.context.base_model, path, start_directory(self.context))
+            if self.gang.is_first
+            else "",
+            str,
         )
         return digest
 

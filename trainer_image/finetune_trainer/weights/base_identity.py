@@ -1,24 +1,16 @@
-"""Identifies the base of an adapter: by a digest that training writes into the adapter's file, or else by the base's name."""
+"""Identifies the base of an adapter: by a digest that training writes beside the adapter, or else by the base's name."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
-from finetune_trainer.files import open_regular
-from finetune_trainer.weights.errors import UnsupportedAdapterError
-from finetune_trainer.weights.headers import (
-    ADAPTER_CONFIG_FILE,
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    Checkpoint,
-    read_checkpoint,
-    read_json,
-    read_metadata,
-)
+from finetune_trainer.files import MANIFEST_FILE, open_regular
+from finetune_trainer.weights.errors import MergeError, UnsupportedAdapterError
+from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, Checkpoint, read_checkpoint, read_json
 
 BASE_KEY = "base_sha256"
-"""Key of the digest in the metadata of an adapter's safetensors file."""
+"""Key of the digest in the manifest of a trained adapter."""
 SAMPLED_TENSORS = 1024
 """Maximum number of tensors whose values enter the digest."""
 SAMPLED_BYTES = 4096
@@ -41,10 +33,10 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 def require_base(base: Path, adapter: Path) -> None:
     """Raise UnsupportedAdapterError if the adapter records that it was trained on other weights than those of `base`."""
-    recorded = read_metadata(adapter / ADAPTER_FILE).get(BASE_KEY)
+    recorded = _recorded(adapter)
     if recorded is not None and recorded != weights_digest(read_checkpoint(base)):
         raise UnsupportedAdapterError(
-            f"{adapter / ADAPTER_FILE}: was trained on other weights than those in {base}: their digests differ. Merged with "
+            f"{adapter}: was trained on other weights than those in {base}: their digests differ. Merged with "
             "these, the adapter would give a model that was never trained.",
             "give the base of the training, or --force to merge all the same",
         )
@@ -53,7 +45,7 @@ def require_base(base: Path, adapter: Path) -> None:
 def base_doubt(base: Path, adapter: Path) -> str | None:
     """Return a warning if nothing shows that `base` is the model that adapter_config.json names as the adapter's base."""
     named = _named_base(adapter)
-    if not named or BASE_KEY in read_metadata(adapter / ADAPTER_FILE):
+    if not named or _recorded(adapter) is not None:
         return None
     own = read_json(base / CONFIG_FILE).get("_name_or_path")
     # The cache of the Hub has directories such as models--org--name/snapshots/<commit>.
@@ -64,6 +56,15 @@ def base_doubt(base: Path, adapter: Path) -> str | None:
         f"{adapter / ADAPTER_CONFIG_FILE} names {named} as its base, and nothing shows that {base} is this model. If it is "
         "another one, even of the same shape, the merged model is wrong"
     )
+
+
+def _recorded(adapter: Path) -> str | None:
+    # Other tools may have files of this name. If this one cannot be read, nothing is recorded.
+    try:
+        recorded = read_json(adapter / MANIFEST_FILE).get(BASE_KEY)
+    except (MergeError, OSError):
+        return None
+    return recorded if isinstance(recorded, str) else None
 
 
 def _named_base(adapter: Path) -> str:

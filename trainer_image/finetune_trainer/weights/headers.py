@@ -35,7 +35,6 @@ DTYPE_BYTES: Mapping[str, int] = {
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Element types of a merged model: torch's name -> the name in headers."""
 
-_METADATA = "__metadata__"
 MAX_HEADER_BYTES = 100_000_000
 """Maximum size of a header, as in the safetensors library. A file that states a larger size is of another format."""
 
@@ -83,8 +82,8 @@ class Checkpoint:
     file_bytes: Mapping[str, int]
 
 
-def _read_entries(path: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header's entries, the position of the first tensor, and the size of the file. Raises BrokenCheckpointError."""
+def read_header(path: Path) -> list[TensorHeader]:
+    """Return the tensors of one safetensors file, by offset. Raises BrokenCheckpointError if file and header disagree."""
     try:
         size = path.stat().st_size
         with open_regular(path) as file:
@@ -110,21 +109,11 @@ def _read_entries(path: Path) -> tuple[dict[str, Any], int, int]:
         raise BrokenCheckpointError(f"{path}: {error.strerror}. Fetch it again.") from error
     except (ValueError, RecursionError) as error:
         raise BrokenCheckpointError(f"{path}: the header is not JSON ({error}). Fetch it again.") from error
-    return parsed, 8 + header_bytes, size
 
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Return the metadata of one safetensors file. Raises BrokenCheckpointError."""
-    metadata = _read_entries(path)[0].get(_METADATA)
-    return metadata if isinstance(metadata, dict) else {}
-
-
-def read_header(path: Path) -> list[TensorHeader]:
-    """Return the tensors of one safetensors file, by offset. Raises BrokenCheckpointError if file and header disagree."""
-    parsed, data_start, size = _read_entries(path)
+    data_start = 8 + header_bytes
     tensors = []
     position = data_start
-    entries = [(name, entry) for name, entry in parsed.items() if name != _METADATA]
+    entries = [(name, entry) for name, entry in parsed.items() if name != "__metadata__"]
     for name, entry in entries:
         if not _is_entry(entry):
             raise BrokenCheckpointError(f"{path}: the header's entry of tensor {name!r} is malformed. Fetch it again.")
@@ -153,7 +142,7 @@ def read_header(path: Path) -> list[TensorHeader]:
 
 def encode_header(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None) -> bytes:
     """Return the length prefix and the header of a file with these tensors (name, dtype, shape), in order and without gaps."""
-    entries: dict[str, Any] = {} if metadata is None else {_METADATA: metadata}
+    entries: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     position = 0
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * DTYPE_BYTES[dtype]

@@ -29,7 +29,7 @@ from finetune_trainer.errors import CheckpointError, SaveError
 from finetune_trainer.files import file_sha256
 from finetune_trainer.ranks.gang import Gang
 from tests.support.forked_ranks import run_gang, trained_files, wrap
-from tests.support.tiny_model import plan_of, run_context, tiny_spec
+from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
 
 ALONE = Gang(0, 1, 0, torch.device("cpu"), None)
 STATE = RunState()
@@ -38,12 +38,14 @@ STATE = RunState()
 class OneRank:
     """Checkpoints of a small model, without a training loop."""
 
-    def __init__(self, root: Path, **changes: dict[str, Any]) -> None:
+    def __init__(self, root: Path, *, first_values: str | None = None, with_base: bool = False, **changes: Any) -> None:
         self.context = RunContext(plan_of(tiny_spec(**changes)), "", root, 0)
+        if with_base:
+            write_tiny_llama(self.context.source_model)
         self.model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(self.model.parameters())
         create_state(optimizer)
-        self.checkpoints = Checkpoints(self.context, ALONE, "data", pieces(self.model), optimizer)
+        self.checkpoints = Checkpoints(self.context, ALONE, "data", pieces(self.model), optimizer, first_values=first_values)
 
     @property
     def steps(self) -> list[int | None]:

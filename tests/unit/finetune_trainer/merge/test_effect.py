@@ -30,7 +30,9 @@ def rewritten(adapter: Path, scale: float = 1.0, digest: str | None = None, **se
     tensors = load_file(path)
     for name, tensor in tensors.items():
         tensors[name] = 1 + (tensor - 1) * scale if "ia3" in name else tensor * scale if "lora_B" in name else tensor
-    save_file(tensors, path, {"format": "pt"} | ({BASE_KEY: digest} if digest else {}))
+    save_file(tensors, path, {"format": "pt"})
+    if digest is not None:
+        (adapter / "manifest.json").write_text(json.dumps({BASE_KEY: digest}))
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     return adapter

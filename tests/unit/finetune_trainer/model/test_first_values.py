@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from pathlib import Path
+from signal import SIGKILL
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 from finetune_job.api.method import LoraInit
+from finetune_job.failures import EXIT_CODES, FailureClass
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import ConfigError, InvariantError
+from finetune_trainer.files import file_sha256
 from finetune_trainer.model.adapters import attach
 from finetune_trainer.model.first_values import decompose, ensure_first_values, start_from
 from finetune_trainer.model.load import load_base_model
 from finetune_trainer.model.load_shards import base_name
+from finetune_trainer.preflight.model_process import computed_first_values
 from tests.support.forked_ranks import Fault, run_gang, trained_files
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
 
@@ -191,6 +195,32 @@ def test_a_killed_run_ends_on_the_same_bytes_as_a_plain_lora(tmp_path: Path, nam
     assert killed.workspace.first_values.read_bytes() == first
     assert trained_files(killed) == trained_files(undisturbed)
     check_plain(undisturbed)
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["kept", "lost"])
+def test_fork_counts_from_the_first_values_of_its_start(tmp_path: Path, is_lost: bool) -> None:
+    """The weights of the start and its first values give the model that the start had trained."""
+    one_rank: dict[str, Any] = {"method": lora("pissa"), "parallelism": {"processesPerNode": 1}}
+    other = run_context(tmp_path, tiny_spec(training={"maxSteps": 2, "learningRate": "1e-2"}, **one_rank))
+    assert run_gang(other) == [0]
+    place = other.workspace.root.with_name("other")
+    other.workspace.root.rename(place)
+    start = str((place / "checkpoints/step-0000000002").relative_to(other.claims_root / other.plan.workspace.claim))
+    if is_lost:
+        (place / "first-values.safetensors").unlink()
+    still = {"maxSteps": 1, "learningRate": "1e-20", "startFrom": start}
+    fork = run_context(tmp_path, tiny_spec(training=still, checkpoint={"everySteps": 1}, **one_rank))
+    if is_lost:
+        assert run_gang(fork) == [EXIT_CODES[FailureClass.CHECKPOINT_INVALID]]
+        return
+    assert computed_first_values(fork) == file_sha256(place / "first-values.safetensors")
+    assert run_gang(fork, [Fault("train.step:optimizer_step", call=1)]) == [-SIGKILL]
+    assert run_gang(fork) == [0]
+    trained, started = (
+        load_file(directory / "adapter_model.safetensors") for directory in (place / "trained", fork.workspace.adapter)
+    )
+    assert trained.keys() == started.keys()
+    assert all(torch.equal(started[name], values) for name, values in trained.items())
 
 
 def check_plain(context: RunContext) -> None:

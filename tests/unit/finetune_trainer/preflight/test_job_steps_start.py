@@ -12,19 +12,17 @@ from typing import Any
 import pytest
 
 from finetune_job.plan.run_plan import AddedTokenPlan
-from finetune_trainer.checkpoint.manifest import MANIFEST
+from finetune_trainer.checkpoint.manifest import MANIFEST, decode_manifest
 from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.preflight.job_steps import check_start
-from tests.support.tiny_model import run_context, tiny_spec
+from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
 from tests.unit.finetune_trainer.checkpoint.test_checkpoints import STATE, OneRank
 
 STEP = 7
 PLACE = "other/checkpoints/step-0000000007"
 
 
-def started(
-    tmp_path: Path, place: str = PLACE, **changes: dict[str, Any]
-) -> tuple[OneRank, Inspection, dict[str, tuple[int, ...]]]:
+def started(tmp_path: Path, place: str = PLACE, **changes: Any) -> tuple[OneRank, Inspection, dict[str, tuple[int, ...]]]:
     """A run with a checkpoint, and a job that is to begin with it, on the same claim."""
     other = OneRank(tmp_path / "made", **changes)
     other.checkpoints.save(STEP, STATE)
@@ -108,3 +106,45 @@ def test_rows_of_added_tokens_keep_their_meaning(tmp_path: Path, there: list[str
     problems = [finding.message for finding in check_start(seen)]
     assert (problems == []) is is_taken
     assert is_taken or "holds rows of other added tokens, or in another order" in problems[0]
+
+
+LORA = {"type": "LoRA", "lora": {"r": 4, "loraAlpha": 8, "targetModules": ["q_proj"]}}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "expected"),
+    [
+        ({}, {}, None),
+        ({}, {"loraDropout": "0.1", "loraPlusRatio": "4"}, None),
+        ({}, {"loraAlpha": 16}, "with lora_alpha 8, here it is 16"),
+        ({}, {"useRslora": True}, "with use_rslora False, here it is True"),
+        ({"initLoraWeights": "pissa"}, {"initLoraWeights": "pissa"}, None),
+        ({"initLoraWeights": "pissa"}, {}, "from first values of the base model"),
+        ({}, {"initLoraWeights": "olora"}, "from zero"),
+        ({"initLoraWeights": "pissa"}, {"initLoraWeights": "olora"}, "with init_lora_weights pissa, here it is olora"),
+    ],
+)
+def test_settings_that_give_parameters_their_meaning_are_the_same(
+    tmp_path: Path, there: dict[str, Any], here: dict[str, Any], expected: str | None
+) -> None:
+    method, own = ({**LORA, "lora": LORA["lora"] | changes} for changes in (there, here))
+    first_values = "0" * 64 if there.get("initLoraWeights") else None
+    _, seen, _ = started(tmp_path, first_values=first_values, method=method)
+    seen = replace(seen, context=replace(seen.context, plan=plan_of(tiny_spec(method=own, training={"startFrom": PLACE}))))
+    messages = [finding.message for finding in check_start(seen)]
+    assert [expected in message for message in messages if expected is not None] == [True] * (expected is not None)
+    assert len(messages) == (expected is not None)
+
+
+@pytest.mark.parametrize("kind", ["same", "other", "older release"])
+def test_checkpoint_of_another_base_is_refused(tmp_path: Path, kind: str) -> None:
+    _, seen, _ = started(tmp_path, with_base=True)
+    write_tiny_llama(seen.context.source_model, **({"initializer_range": 0.03} if kind == "other" else {}))
+    path = directory_of(seen) / MANIFEST
+    manifest = decode_manifest(path.read_bytes())
+    assert manifest.origin.base_sha256 is not None
+    if kind == "older release":
+        older = {"base_sha256": None, "method": {}}
+        path.write_bytes(manifest.model_copy(update={"origin": manifest.origin.model_copy(update=older)}).encode())
+    messages = [finding.message for finding in check_start(seen)]
+    assert ["another base model" in message for message in messages] == [True] * (kind == "other")

@@ -13,7 +13,7 @@ from finetune_trainer.checkpoint.load import RangeReader
 from finetune_trainer.checkpoint.manifest import decode_manifest
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.weights.base_identity import BASE_KEY, weights_digest
-from finetune_trainer.weights.headers import read_checkpoint, read_metadata
+from finetune_trainer.weights.headers import read_checkpoint
 from tests.support.forked_ranks import run_gang
 from tests.support.tiny_model import VOCABULARY, run_context, tiny_spec, write_tiny_llama, write_tokenizer
 
@@ -119,7 +119,7 @@ def test_an_adapter_loads_by_itself_with_the_tokenizer_it_was_trained_with(
     context = run_context(tmp_path, tiny_spec(model=named, data=CHAT, **one_step))
     assert run_gang(context) == [0]
     result = context.workspace.adapter
-    assert read_metadata(result / "adapter_model.safetensors")[BASE_KEY] == weights_digest(read_checkpoint(base))
+    assert json.loads((result / "manifest.json").read_text())[BASE_KEY] == weights_digest(read_checkpoint(base))
     # As the Hub would answer for this name.
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "tiny").symlink_to(base)
