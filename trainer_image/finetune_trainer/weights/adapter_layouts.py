@@ -33,6 +33,21 @@ _OTHER_FILES = {
     "pytorch_lora_weights.safetensors": "diffusers, which is for models of images",
 }
 """Name of a file -> the tool that reads it, and what to do."""
+_JOIN = (
+    "from glob import glob; from safetensors.torch import load_file, save_file; save_file({n: t for f in "
+    f"glob('adapter_model-*.safetensors') for n, t in load_file(f).items()}}, '{ADAPTER_FILE}', {{'format': 'pt'}})"
+)
+_SAVE = "Load it with the program that wrote it, and save the adapter with PEFT's save_pretrained."
+_OTHER_STATES = {
+    "adapter_model-*.safetensors": f'a part of an adapter. Join the parts in that directory: python -c "{_JOIN}"',
+    "*.distcp": f"a part of a sharded checkpoint of torch, as FSDP saves it. {_SAVE}",
+    "*/*.distcp": f"a part of a sharded checkpoint of torch, as FSDP saves it. {_SAVE}",
+    "global_step*": f"a checkpoint of DeepSpeed, whose zero_to_fp32.py makes a state dict of it. {_SAVE}",
+    "iter_*": f"a checkpoint of Megatron. {_SAVE}",
+    "*.nemo": f"an archive of NeMo. {_SAVE}",
+    "adapter_*.pt": "of torchtune. Save the adapter with a checkpointer for the format of Hugging Face, which writes both files.",
+}
+"""Pattern of a file or directory with the state of a training -> what it is, and what to do."""
 
 
 def no_adapter_file(directory: Path) -> str:
@@ -47,6 +62,9 @@ def no_adapter_file(directory: Path) -> str:
     for name, owner in _OTHER_FILES.items():
         if (directory / name).exists():
             return f"{directory}: {ADAPTER_FILE} is missing, and {name} is of {owner}."
+    for pattern, text in _OTHER_STATES.items():
+        if (first := min(directory.glob(pattern), default=None)) is not None:
+            return f"{directory}: {ADAPTER_FILE} is missing, and {first.relative_to(directory)} is {text}"
     if next(directory.glob("*.gguf"), None) is not None:
         return f"{directory}: holds a GGUF file, which llama.cpp reads. Name the directory that PEFT saved."
     below = sorted(path.parent for path in directory.glob(f"*/{ADAPTER_CONFIG_FILE}"))

@@ -283,6 +283,11 @@ def read_adapter(directory: Path) -> Checkpoint:
         raise BrokenCheckpointError(
             f"{path}: holds no tensors, so nothing was trained, or nothing was gathered from the ranks when it was saved."
         )
+    if (empty := next((name for name, tensor in tensors.items() if tensor.num_bytes == 0), None)) is not None:
+        raise BrokenCheckpointError(
+            f"{path}: {empty} has no values: DeepSpeed ZeRO-3 or FSDP did not gather it from the ranks when it was saved. Gather "
+            "the parameters (zero_to_fp32.py, FULL_STATE_DICT), and save the adapter again."
+        )
     if (problem := foreign_names(path, tensors)) is not None:
         raise BrokenCheckpointError(problem)
     return Checkpoint(directory, tensors, {ADAPTER_FILE: path.stat().st_size})

@@ -63,6 +63,12 @@ def test_names_as_peft_writes_them_are_read(tmp_path: Path, names: tuple[str, ..
         ("checkpoint-20/adapter_config.json", "its directories do: checkpoint-20. Name one of them"),
         ("default/adapter_config.json", "its directories do: default"),
         ("config.json", "is a whole model, not an adapter"),
+        ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp is a part of a sharded checkpoint of torch"),
+        ("__0_0.distcp", "__0_0.distcp is a part of a sharded checkpoint of torch"),
+        ("global_step20/mp_rank_00_model_states.pt", "global_step20 is a checkpoint of DeepSpeed"),
+        ("iter_0000100/mp_rank_00/model_optim_rng.pt", "iter_0000100 is a checkpoint of Megatron"),
+        ("model.nemo", "model.nemo is an archive of NeMo"),
+        ("adapter_0.pt", "adapter_0.pt is of torchtune"),
         ("README.md", "Save the adapter with safe_serialization=True"),
     ],
 )
@@ -74,6 +80,24 @@ def test_a_directory_without_weights_of_an_adapter_is_told_for_what_it_is(tmp_pa
     save_file({"model.norm.weight": torch.ones(2)}, base / "model.safetensors")
     with pytest.raises(errors.BrokenCheckpointError, match=re.escape(words)):
         MergeInputs.of(base, [adapter])
+
+
+def test_parts_of_an_adapter_are_joined_by_the_command_that_the_refusal_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(PLAIN[:2], start=1):
+        save_file({name: torch.ones(2, 3)}, tmp_path / f"adapter_model-0000{number}-of-00002.safetensors")
+    with pytest.raises(errors.BrokenCheckpointError, match=r"is a part of an adapter\. Join the parts") as refused:
+        read_adapter(tmp_path)
+    exec(shlex.split(str(refused.value).partition("in that directory: ")[2])[2], {})
+    assert set(read_adapter(tmp_path).tensors) == set(PLAIN[:2])
+
+
+def test_tensors_that_were_not_gathered_from_the_ranks_are_recognised(tmp_path: Path) -> None:
+    save_file({PLAIN[0]: torch.ones(2, 3), PLAIN[1]: torch.ones(0)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(errors.BrokenCheckpointError, match=r"lora_B.weight has no values: DeepSpeed ZeRO-3 or FSDP"):
+        read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize(
