@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import ExitStack
 from pathlib import Path
 
 from finetune_trainer.files import MANIFEST_FILE, open_regular
@@ -24,10 +25,12 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     """
     tensors = [tensor for _, tensor in sorted(checkpoint.tensors.items())]
     digest = hashlib.sha256(repr([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]).encode())
-    for tensor in tensors[:: -(-len(tensors) // SAMPLED_TENSORS) or 1]:
-        with open_regular(tensor.file) as file:
-            file.seek(tensor.offset)
-            digest.update(file.read(min(SAMPLED_BYTES, tensor.num_bytes)))
+    sample = tensors[:: -(-len(tensors) // SAMPLED_TENSORS) or 1]
+    with ExitStack() as stack:
+        files = {path: stack.enter_context(open_regular(path)) for path in {tensor.file for tensor in sample}}
+        for tensor in sample:
+            files[tensor.file].seek(tensor.offset)
+            digest.update(files[tensor.file].read(min(SAMPLED_BYTES, tensor.num_bytes)))
     return digest.hexdigest()
 
 
