@@ -1,4 +1,4 @@
-"""Wires the operator: health server, CRD wait, lease, first list, watches, workers; and shuts it down in order."""
+"""Starts the parts of the operator in order (health server, CRDs, lease, first list, watches, workers) and shuts them down."""
 
 from __future__ import annotations
 
@@ -180,13 +180,13 @@ async def _lead(
 
 
 def freeze_objects() -> None:
-    """Collect garbage once. Exclude what is left, the code and the objects of the first list, from later collections."""
+    """Collect garbage once, and exclude the remaining objects (code and first list) from later collections."""
     gc.collect()
     gc.freeze()
 
 
 async def _measure_loop_lag(lagged: Callable[[float], None]) -> None:
-    """Report by how many seconds each sleep ended too late, until cancelled."""
+    """Report how many seconds late each sleep ends, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_PERIOD_SECONDS

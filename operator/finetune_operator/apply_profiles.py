@@ -53,7 +53,7 @@ class Wanted(ApiModel):
 
     name: ObjectName
     owner: ObjectName
-    """Name of the ClusterRole with which the profile is deleted."""
+    """Name of the ClusterRole that owns the profile, so that both are deleted together."""
     labels: dict[str, str]
     spec: FineTuneProfileSpec
 
@@ -85,7 +85,7 @@ class Profile:
 
 
 def read_profiles(text: str) -> list[Profile]:
-    """Read the profiles. Raises ProfileError with field, value and reason for the first one that is wrong."""
+    """Read the profiles. Raises ProfileError with field, value and reason for the first invalid profile."""
     profiles = []
     for entry in json.loads(text):
         try:
@@ -102,7 +102,7 @@ def read_profiles(text: str) -> list[Profile]:
 
 
 async def apply(api: Api, profiles: Iterable[Profile]) -> None:
-    """Apply the profiles that are new or changed. Raises ProfileError for those that the server refuses, after trying all."""
+    """Apply the new and changed profiles. After trying all, raises ProfileError with those that the server refused."""
     refused = []
     for profile in profiles:
         try:
@@ -118,13 +118,13 @@ async def _apply_one(api: Api, profile: Profile) -> None:
     owner = await api.get(CLUSTER_ROLES, None, wanted.owner)
     if owner is None:
         raise ProfileError(
-            f"profile {wanted.name}: the ClusterRole {wanted.owner} is not there; install the chart with rbac.create"
+            f"profile {wanted.name}: the ClusterRole {wanted.owner} does not exist; install the chart with rbac.create=true"
         )
     uid = str(owner["metadata"]["uid"])
     metadata = (await api.get(PROFILES, None, wanted.name) or {}).get("metadata", {})
     applied = (metadata.get("annotations") or {}).get(DIGEST_ANNOTATION)
     if applied == profile.digest and uid in [reference.get("uid") for reference in metadata.get("ownerReferences") or []]:
-        _log.info("profile is as the release has it", profile=wanted.name)
+        _log.info("profile is up to date", profile=wanted.name)
         return
     # A profile that a chart before 0.2 created as a hook of the same release is ours.
     ours = {label: wanted.labels.get(label) for label in _RELEASE_LABELS}
@@ -134,7 +134,7 @@ async def _apply_one(api: Api, profile: Profile) -> None:
     except ApiError as error:
         fix = (
             "give these fields the same values in profiles."
-            f"{wanted.name} of the chart's values, or take the change back (kubectl edit finetuneprofile {wanted.name})"
+            f"{wanted.name} of the chart's values, or undo the change (kubectl edit finetuneprofile {wanted.name})"
             if error.is_conflict
             else f"correct profiles.{wanted.name} of the chart's values"
         )
@@ -158,7 +158,7 @@ def main(arguments: list[str]) -> int:
     try:
         asyncio.run(_run(read_profiles(Path(file).read_text())))
     except (ProfileError, CrdsMissingError, ConfigException, ApiError, ApiUnreachableError) as error:
-        _log.error("cannot bring the release's profiles to the cluster", error=str(error))
+        _log.error("cannot apply the profiles of the release", error=str(error))
         return 1
     return 0
 

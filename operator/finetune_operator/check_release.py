@@ -1,7 +1,7 @@
 """`python -m finetune_operator.check_release`: the program of `helm test`, with its own permissions to create jobs and to
 use one claim.
 
-It creates nothing unless it is given a job to run: for all other jobs, dry runs show whether the API server would accept them.
+It creates an object only if it is given a job to run. All other jobs are dry runs: they show whether the API server accepts them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ METRICS_BYTES = 64 << 20
 
 
 def job_with(field: str, value: Any) -> Document:
-    """Return the job with this value for a field of its spec, given as `part.field`."""
+    """Return JOB with this value in a field of its spec. `field`: `part.field`, such as `training.epochs`."""
     part, name = field.split(".")
     job = copy.deepcopy(JOB)
     job["spec"][part][name] = value
@@ -58,7 +58,7 @@ def job_with(field: str, value: Any) -> Document:
 
 
 async def _try(api: Api, namespace: str, job: Document, code: int, message: str) -> str:
-    """Try a job in a dry run. Returns what is wrong with the API server's answer. `code` 201: it should accept the job."""
+    """Try a job in a dry run. Returns what is wrong with the API server's answer. `code`: expected status; 201 if accepted."""
     query = {"dryRun": "All", "fieldValidation": "Strict"}
     try:
         await api.request("POST", JOBS.path(namespace), query, body=job)
@@ -72,24 +72,24 @@ async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> s
     inspection.
     """
     job = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": RUN}, "spec": spec}
-    look = f"look at it with kubectl describe finetunejob {RUN} --namespace {namespace}, then delete it"
+    inspect = f"inspect it with kubectl describe finetunejob {RUN} --namespace {namespace}, then delete it"
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     try:
         uid = Fields(await api.create(JOBS, namespace, job)).at("metadata").name("uid")
         while True:
             status = Fields(await api.get(JOBS, namespace, RUN) or {}).at("status")
-            phase = status.name("phase") or "not looked at by an operator"
+            phase = status.name("phase") or "not seen by an operator yet"
             if phase == "Succeeded":
                 await api.delete(JOBS, namespace, RUN, uid=uid)
                 return ""
             if phase in ("Failed", "Cancelled", "Stalled"):
-                return f"it is {phase}; {look}"
+                return f"it is {phase}; {inspect}"
             if loop.time() > end:
-                return f"after {seconds:.0f} s it is {phase}; {look}"
+                return f"after {seconds:.0f} s it is {phase}; {inspect}"
             await asyncio.sleep(LOOK_SECONDS)
     except ApiError as error:
-        return f"{RUN} remains from an earlier test; {look}" if error.code == 409 else str(error)
+        return f"{RUN} remains from an earlier test; {inspect}" if error.code == 409 else str(error)
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ async def read_metrics(metrics: MetricsAddress) -> str:
 async def check(
     namespace: str, metrics: MetricsAddress | None, job: Document | None, job_seconds: float, *, is_admission_asked: bool
 ) -> list[tuple[str, str]]:
-    """Make all checks of a release. Returns each check with the problem that it found; empty if it found none.
+    """Run all checks of a release. Returns the name of each check with the problem that it found; empty if none.
 
     Args:
         namespace: a namespace that the operator serves.
@@ -147,7 +147,7 @@ async def check(
         checks = [
             ("a good FineTuneJob is accepted", await _try(api, namespace, JOB, 201, "")),
             (
-                "a FineTuneJob with a wrong value is refused by the field's name",
+                "a FineTuneJob with an invalid value is refused, and the message names the field",
                 await _try(api, namespace, job_with("training.globalBatchSize", 0), 422, "spec.training.globalBatchSize"),
             ),
         ]
@@ -170,12 +170,12 @@ def main(arguments: list[str]) -> int:
     """Print the result of each check. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="finetune_operator.check_release", description="Check an installed release.")
     parser.add_argument("--namespace", required=True, help="a served namespace")
-    parser.add_argument("--metrics", help="address of the operator's metrics; unset: they are not read")
+    parser.add_argument("--metrics", help="address of the operator's metrics; without it, they are not read")
     parser.add_argument("--metrics-ca", type=Path, help="CA certificates that verify the metrics server's certificate")
     parser.add_argument("--metrics-token", type=Path, help="token that may read the metrics")
-    parser.add_argument("--admission", action="store_true", help="whether the release brings the policy for authors of jobs")
-    parser.add_argument("--job", type=json.loads, help="spec of a job to run, in JSON; unset: none runs")
-    parser.add_argument("--job-seconds", type=float, default=1800.0, help="how long it may take")
+    parser.add_argument("--admission", action="store_true", help="the release contains the policy for authors of jobs")
+    parser.add_argument("--job", type=json.loads, help="spec of a job to run, in JSON; without it, no job runs")
+    parser.add_argument("--job-seconds", type=float, default=1800.0, help="how long the job may take, in seconds")
     given = parser.parse_args(arguments)
     metrics = None if given.metrics is None else MetricsAddress(given.metrics, given.metrics_ca, given.metrics_token)
     try:

@@ -38,6 +38,6 @@ def configure_logs(level: str) -> None:
 
 
 def logger(name: str) -> structlog.stdlib.BoundLogger:
-    """A logger that takes key-value pairs."""
+    """Return a logger that takes key-value pairs."""
     bound: structlog.stdlib.BoundLogger = structlog.get_logger(name)
     return bound

@@ -1,4 +1,4 @@
-"""Settings of the operator, and its time-outs and limits, each with its reason."""
+"""The operator's settings, timeouts and limits, with the reason for each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rates:
     progress_seconds: float = 5.0
     """Seconds between two requests for the progress of a job, which rank 0 answers."""
     progress_writes_per_second: float = 20.0
-    """Limit over all jobs: if more than `progress_seconds` times this number of jobs are running, each is asked less often."""
+    """Limit over all jobs: if more than `progress_seconds` times this number of jobs run, each job is asked less often."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +93,8 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     for flag, kind, least, most, text in (
         ("--workers", int, 1, MOST_WORKERS, "number of jobs that are reconciled at the same time"),
         ("--requests-in-flight", int, 1, 1000, "maximum number of requests to the API server at the same time"),
-        ("--progress-seconds", float, 1, 3600, "how often a running job is asked for its progress"),
-        ("--progress-writes-per-second", float, 1, 1000, "status writes for progress at most, over all jobs"),
+        ("--progress-seconds", float, 1, 3600, "seconds between two requests for the progress of a running job"),
+        ("--progress-writes-per-second", float, 1, 1000, "maximum rate of status writes for progress, over all jobs"),
     ):
         usual = getattr(Rates(), flag.strip("-").replace("-", "_"))
         parser.add_argument(flag, type=_between(kind, least, most), default=usual, help=text)
@@ -104,7 +104,7 @@ def parse_settings(arguments: list[str] | None = None) -> Settings:
     parser.add_argument("--tls", type=Path, metavar="DIRECTORY", help="serve TLS with DIRECTORY/tls.crt and DIRECTORY/tls.key")
     given = parser.parse_args(arguments)
     if given.metrics_authentication and given.tls is None:
-        parser.error("--metrics-authentication needs --tls: tokens do not travel in clear text")
+        parser.error("--metrics-authentication needs --tls: tokens must not be sent in clear text")
     return Settings(
         namespaces=tuple(sorted(set(given.namespace))),
         lease_namespace=given.lease_namespace,

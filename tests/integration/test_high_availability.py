@@ -31,7 +31,7 @@ def test_leader_that_was_stopped_until_another_led_ends_without_a_write(workload
     workload.wait_for_pods(Role.TRAIN)
     first.process.send_signal(signal.SIGCONT)
     assert first.process.wait(120) == 1
-    assert first.lines("lease lost: another replica may work from now on, this one ends")
+    assert first.lines("lease lost: another replica may lead now, so this one ends")
     assert len(first.lines("decided")) == decided
     assert len(workload.batch_jobs(Role.TRAIN)) == 1
 

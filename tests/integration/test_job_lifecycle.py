@@ -333,7 +333,7 @@ def test_a_profile_is_for_namespaces_by_their_labels(workload: Workload, operato
         workload.apply(profile=name)
         operator()
         stalled = workload.wait_for("Stalled", "True", "ProfileNotAllowed")
-        assert "whose labels are not those of its namespaceSelector" in stalled["message"]
+        assert "whose labels do not match its namespaceSelector" in stalled["message"]
         assert workload.batch_jobs(Role.PREFLIGHT) == []
         labels = {"metadata": {"labels": {"team.example/gpus": "yes"}}}
         workload.kube.patch("Namespace", "", workload.namespace, labels)

@@ -6,8 +6,8 @@ older resourceVersion. A pod that was deleted is kept, marked `gone`, as evidenc
 Job controller deletes all other pods, whose reports must still reach the status.
 
 Children are watched by a label that anybody may write or remove:
-* The label does not prove that an object is ours. Its content is looked at only if its controller is a FineTuneJob (or a Job of
-  one) that is known, of the same namespace.
+* The label does not prove that an object is ours. Its content is read only if its controller is a known FineTuneJob of the same
+  namespace, or a Job of such a FineTuneJob.
 * A child that loses the label counts as deleted, because watches and lists show both alike. Before another Job is created, live
   lists without the label show what is still running.
 
@@ -34,12 +34,12 @@ TOMBSTONE_SECONDS = 900.0
 
 
 class Cache:
-    """Projections of all watched objects, and the rules about which news is believed."""
+    """Projections of all watched objects, and the rules by which updates are accepted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, unreadable: UnreadableObjects | None = None) -> None:
         self._objects: dict[Kind, dict[str, CachedObject]] = {kind: {} for kind in CACHED}
         self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in CACHED}
-        """UID of an owner -> UIDs of the objects that it owns. An entry proves nothing: `_job_of` does."""
+        """UID of an owner -> UIDs of the objects that it owns. An entry is no proof of ownership: `_job_of` checks that."""
         self._job_uids: dict[JobKey, str] = {}
         self._profiles: dict[str, str] = {}
         self._job_of_batch_job: dict[str, str] = {}
@@ -50,7 +50,7 @@ class Cache:
         self._clock = clock
         self._unreadable = unreadable or UnreadableObjects()
         self._tombstones: dict[str, tuple[int, float]] = {}
-        """UID of a deleted object -> lowest version that proves that the object exists after all, and when it was buried."""
+        """UID of a deleted object -> lowest version that proves that the object exists after all, and when the entry was made."""
         self.job_gone: Callable[[str], None] = lambda _: None
         """Called with the UID of a FineTuneJob that is gone, so that notes about it can be dropped elsewhere."""
 
@@ -147,7 +147,7 @@ class Cache:
             self.bury(kind, known, known.key.version + 1)
 
     def bury(self, kind: Kind, cached: CachedObject, list_version: int = 0) -> set[JobKey]:
-        """Record that an object is gone. Returns the jobs to reconcile. `list_version`: version of the list that lacks it."""
+        """Record that an object is gone. Returns the jobs to reconcile. `list_version`: version of a list without the object."""
         uid = cached.key.uid
         if uid not in self._objects[kind]:
             return set()
@@ -305,8 +305,8 @@ class Cache:
             self._batch_jobs_of.setdefault(cached.key.owner_uid, set()).add(uid)
 
     def _may_have_name(self, cached: CachedObject, kind: Kind, named: str | None) -> bool:
-        """Whether no later object has the name. Events about an earlier object may come after those about its successor of the
-        same name: only the events about one object keep their order, and the answer to a request comes before all of them.
+        """Whether no later object has the name. Events of a deleted object may arrive after those of its successor with the same
+        name: only the events of one object are ordered, and the answer to our own request arrives before them.
         """
         known = None if named is None else self._objects[kind].get(named)
         return known is None or known.key.version <= cached.key.version

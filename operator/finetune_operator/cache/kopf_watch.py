@@ -78,7 +78,7 @@ Sink = Callable[[Kind, bool, Any], None]
 
 
 class NotWatchedError(Exception):
-    """kopf does not watch a kind that it should. With scanning disabled it looks only once, and would stay silent forever."""
+    """kopf does not watch an expected kind. With scanning disabled it looks for kinds only once, so it never would."""
 
 
 class ErrorBackoffs:
@@ -115,7 +115,7 @@ class Watches:
         """Events on their way to the main loop: kopf's thread appends them, and the main loop removes them."""
 
     def ages(self) -> dict[str, float]:
-        """Seconds since an event of each kind came."""
+        """Name of each kind -> seconds since its last event."""
         now = time.monotonic()
         return {name: now - at for name, at in list(self._heard.items())}
 
@@ -144,7 +144,7 @@ class Watches:
                     with closing(loop):
                         loop.run_until_complete(self._watch())
                 except Exception as error:  # noqa: BLE001 - whatever it is, the watches have to continue
-                    _log.error("watches failed: they are started again", error=repr(error), pause_seconds=pause)
+                    _log.error("watches failed and are started again", error=repr(error), pause_seconds=pause)
                 if self._is_stopped.wait(pause):
                     break
                 pause = min(2 * pause, RESTART_LONGEST) if time.monotonic() - started < RESTART_LONGEST else RESTART_FIRST
@@ -203,7 +203,7 @@ class Watches:
         return on_event
 
     def _hand_over(self) -> None:
-        """Pass on the events that have come, in their order. Runs in the main loop.
+        """Pass on the collected events in their order. Runs in the main loop.
 
         An event that enters an empty inbox wakes the loop; events that come later are passed on after it.
         """

@@ -86,7 +86,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
 
 
 def _content(fields: Fields, document: Document) -> bytes:
-    """Return spec, status and the metadata that is used. A change of other metadata is thus not seen as news."""
+    """Return spec, status and the metadata that is used. A change of other metadata therefore causes no pass."""
     kept: dict[str, Any] = {}
     for part in ("spec", "status"):
         value = document.get(part)
@@ -121,7 +121,7 @@ def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:
 
 
 def batch_job_view(document: Document) -> BatchJobView | None:
-    """The view of a batch Job; None if its name has no role, or without a creation time. Raises UnreadableObjectError."""
+    """The view of a batch Job; None if it has no role in its name or no creation time. Raises UnreadableObjectError."""
     fields = Fields(document)
     return _batch_job_view(key_of(fields), fields)
 
@@ -158,7 +158,7 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
 
 
 def pod_view(document: Document) -> PodView | None:
-    """The view of a pod; None if its Job's name has no role, or without a creation time. Raises UnreadableObjectError."""
+    """The view of a pod; None if it has no creation time or its Job's name no role. Raises UnreadableObjectError."""
     fields = Fields(document)
     return _pod_view(key_of(fields), fields)
 
@@ -205,7 +205,7 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
 
 
 def _container_states(status: Fields) -> tuple[Fields, Fields]:
-    """Return the state of our container, or of a failed init container before it, and the `waiting` state of what holds it up."""
+    """Return the state of our container, or of an init container that failed, and the `waiting` state that delays the pod."""
     containers = {item.name("name"): item for item in status.items("containerStatuses")}
     # The kubelet sorts by name, so a container that a webhook injected may come first.
     state = (containers.get(CONTAINER_NAME) or next(iter(containers.values()), Fields(None))).at("state")

@@ -98,7 +98,7 @@ def _read_job(cached: CachedObject, known: ParsedJob | None) -> ParsedJob:
 
 def _read_spec(document: Document) -> tuple[FineTuneJobSpec | None, str]:
     try:
-        # Status is read separately: an older operator must not refuse a manifest for what a newer one reported.
+        # Status is read separately: an older operator must not refuse a manifest because of a status that a newer one wrote.
         parsed: FineTuneJob = parse_job({name: value for name, value in _envelope(document, JOBS).items() if name != "status"})
     except ValidationError as refusal:
         return None, _lines(refusal)

@@ -18,9 +18,9 @@ from finetune_operator.client.raw_objects import Fields
 
 LONGEST_REASON = 256
 LONGEST_LABEL = 63
-"""Maximum length of a metric's label that a user writes, in characters."""
+"""Maximum length of a metric label whose value a user chooses, in characters."""
 NUMBERS = {"loss": "loss", "eval_loss": "evalLoss", "tokens_per_second": "tokensPerSecond", "goodput": "goodput"}
-"""Fact -> field of `status.progress`."""
+"""Key of a number in `JobSummary.numbers` -> field of `status.progress`."""
 DEFAULT_GPU_RESOURCE = str(GpuResource.model_fields["resource_name"].default)
 DEFAULT_METHOD = str(MethodSpec.model_fields["type"].default)
 _PRICE = re.compile(r"[0-9]+(\.[0-9]+)?")
@@ -33,7 +33,7 @@ class ProfileSummary(NamedTuple):
     queue: str = ""
     """Queue of training Jobs whose FineTuneJob does not name a queue."""
     gpu: str = ""
-    """Accelerator of its training pods: the product in the node selector, else the resource; empty if they use only the CPU."""
+    """Accelerator of its training pods: the product in the node selector, else the resource; empty if they have none."""
     price: str = ""
     """Price of one GPU for an hour; empty if no valid price is set."""
 

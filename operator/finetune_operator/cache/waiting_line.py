@@ -1,7 +1,7 @@
 """Jobs that wait for their turn under a profile's `maxActiveJobs`: a line for each namespace and profile, the oldest job first.
 
 Places are counted from the cache each time. Passes of several jobs may see the same free place, so only one job is started at a
-time, and not before it is known what became of the start before it.
+time, and only once the outcome of the previous start is known.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ LONGEST_TEXT = 1024
 """Maximum length of an event's message, in characters: the API server accepts no longer ones."""
 MOST_CHARACTERS = 8 << 20
 MOST_CHARACTERS_OF_OTHERS = 1 << 20
-"""Limit for texts about unknown objects: most of the objects are not ours, and a few are ours but not seen yet."""
+"""Limit for texts about unknown objects. Most of these are not ours; a few are ours but are not in the cache yet."""
 
 
 class WarningEvents:
@@ -56,7 +56,7 @@ class WarningEvents:
 
 
 class _BoundedTexts:
-    """Object -> its texts -> time and reason. If there is too much text, the objects that got no text for longest are dropped."""
+    """Object -> its texts -> time and reason. If there is too much text, the objects with the oldest news are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most

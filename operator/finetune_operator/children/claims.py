@@ -24,8 +24,8 @@ def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
     results = parse_destination(spec.output.destination)
     if isinstance(results, ClaimPath):
         fields.append(("spec.output.destination", results.claim))
-    made = spec.workspace.claim_name is None
-    field = "spec.workspace.volumeClaimTemplate" if made else "spec.workspace.claimName"
+    from_template = spec.workspace.claim_name is None
+    field = "spec.workspace.volumeClaimTemplate" if from_template else "spec.workspace.claimName"
     fields.append((field, workspace_claim_of(spec, job_name)))
     claims: dict[str, str] = {}
     for name_of_field, claim in fields:

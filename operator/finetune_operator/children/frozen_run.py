@@ -57,8 +57,8 @@ def metadata(
 ) -> dict[str, Any]:
     """Metadata of a child. `queue`: labels by which a queue finds it.
 
-    There is no digest of the child's own content, which is never compared, because queues and webhooks may change a Job. The
-    plan is verified by its digest in status.
+    They contain no digest of the child: its content is never compared, because queues and webhooks may change a Job. The plan is
+    verified by its digest in status.
     """
     fields: dict[str, Any] = {
         "name": name,

@@ -3,7 +3,7 @@
 One policy is for all pods of the run: they may reach each other and DNS servers, and only the operator and the namespaces that
 the profile names may read the metrics of rank 0. The other policy is for the pods that need addresses outside the cluster (fetch,
 publish): they may reach public addresses and those that the profile names, but neither the cluster nor link-local addresses,
-where clouds serve their metadata. Policies add up, so the second policy restricts nothing.
+where clouds serve their metadata. Policies are additive, so the second policy only permits more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOT_PUBLIC = (
     *("192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4"),
 )
 _NAT64 = ipaddress.IPv6Address("64:ff9b::")
-"""Prefix under which pods without IPv4 see IPv4 addresses (RFC 6052): the last 32 bits are the IPv4 address."""
+"""Prefix under which pods without IPv4 reach IPv4 addresses (RFC 6052): the last 32 bits are the IPv4 address."""
 _NOT_PUBLIC_6 = (
     *("::1/128", "fc00::/7", "fe80::/10", "ff00::/8"),
     *(f"{_NAT64 + int(net.network_address)}/{96 + net.prefixlen}" for net in map(ipaddress.IPv4Network, _NOT_PUBLIC)),
@@ -75,7 +75,7 @@ def dns_rule(dns: DnsServers) -> dict[str, Any]:
 
 
 def _namespace(name: str) -> dict[str, Any]:
-    """Build the peer that means all pods of a namespace."""
+    """Build the peer that matches all pods of a namespace."""
     return {"namespaceSelector": {"matchLabels": {_NAMESPACE_LABEL: name}}}
 
 

@@ -1,4 +1,4 @@
-"""Where the pods of a role run and which queue admits them: the frozen placement in the terms of Kubernetes and Kueue.
+"""Translates the frozen placement (where a role's pods run and which queue admits them) to fields of Kubernetes and Kueue.
 
 Whatever a queue or an admission webhook adds to a Job or pod later (suspension, node selectors, tolerations, scheduling gates) is
 left alone: what is built here is never compared with existing objects, and never restored.
@@ -49,7 +49,7 @@ def apply_placement(template: dict[str, Any], placement: Placement, role: Role) 
 def queue_labels(placement: Placement, role: Role) -> dict[str, str]:
     """Labels of a role's Jobs by which Kueue finds their queue and priority; none without a queue.
 
-    They are set only on the Jobs. On the FineTuneJob, a queue that manages custom kinds would see them and hold every role back.
+    They are set only on the Jobs: on the FineTuneJob, a queue that manages custom kinds would see them and delay every role.
     """
     pods = placement.pods.of(role)
     if pods.queue_name is None:

@@ -127,7 +127,7 @@ def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
 
     Fetch and publish can reach addresses outside the cluster, so their pods mount only the workspace and no other claim of the
     user. Training reads prepared data from the workspace and writes its weights there, so its pods mount neither the raw data nor
-    the output. If one claim holds both something that is read and the workspace or output, it is writable.
+    the output. A claim that is both an input and the workspace or output is writable.
     """
     if role in (Role.FETCH, Role.PUBLISH):
         return {plan.workspace.claim: True}

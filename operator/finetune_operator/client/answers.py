@@ -97,7 +97,7 @@ def retry_after_seconds(value: str | None, now: float) -> float:
 
 
 def resource_of(path: str) -> str:
-    """Return plural and subresource of a path, by which the metrics count; empty if the path is not that of a resource."""
+    """Return plural and subresource of a path, under which metrics count it; empty if the path is not that of a resource."""
     parts = path.split("/")[1:]
     parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
     if len(parts) > 2 and parts[0] == "namespaces":

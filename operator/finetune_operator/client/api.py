@@ -155,8 +155,8 @@ class Api:
         return await self.request("PATCH", kind.path(namespace, name, subresource), body=patch, content_type=MERGE_PATCH)
 
     async def apply(self, kind: Kind, name: str, body: Mapping[str, Any], field_manager: str, *, force: bool = False) -> Document:
-        """Apply a cluster-scoped object on the server's side. Without `force`, there is a conflict if another manager has set a
-        field to another value.
+        """Apply a cluster-scoped object with server-side apply. Without `force`, it conflicts if another manager has set a field
+        to another value.
         """
         query = {"fieldManager": field_manager, "force": str(force).lower()}
         return await self.request("PATCH", kind.path(None, name), query, body=body, content_type=APPLY_PATCH, verb="APPLY")

@@ -1,7 +1,7 @@
 """Reads objects that anybody may write, field by field and by type, and counts unreadable values.
 
-Whoever may write labels, annotations, owner references or a status can put anything there that the API server's types allow. A
-value of the wrong form is read as absent and its path is noted, so no such object ends a list, a watch or a pass.
+Labels, annotations, owner references and status may contain anything that the API server's types allow. A value of the wrong
+form is read as absent and its path is noted, so that no object can end a list, a watch or a pass.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The pure core of the operator: it takes what is observed and returns what is to be done. Nothing here touches a cluster."""
+"""The pure core of the operator: it takes the observed state and returns the actions to take. Nothing here touches a cluster."""

@@ -1,8 +1,8 @@
 """The decisions of a reconcile pass. The executor carries them out in this order, because later steps depend on earlier ones:
 
 1. `status`, one write with the observed resourceVersion as precondition. If it is refused (409) or fails, nothing else is
-   done, and the job is reconciled again from what is then observed. So a freeze is written before the first child exists, and
-   the number of the next attempt (with the evidence of the last) before anything is deleted.
+   done, and the job is reconciled again from its new state. So the plan is frozen before the first child exists, and the number
+   of the next attempt is written, with the evidence of the last one, before anything is deleted.
 2. `deletes`, with propagation policy Foreground and the UID as precondition; "not found" and "another UID" count as done.
 3. `ungates`, with the UID as precondition.
 4. `creates`; "already exists" counts as done if the controller owner is this job, otherwise the object is a conflict.
@@ -48,7 +48,7 @@ class Delete:
     kind: DeletedKind
     name: str
     uid: str
-    """Precondition of the deletion, so that an object that has got the name since then is left alone."""
+    """Precondition of the deletion, so that a newer object with the same name is left alone."""
     force: bool = False
     """Whether to delete without a grace period: only for a pod whose node is lost, and only if the profile allows it."""
 
@@ -78,7 +78,7 @@ class Actions:
     """Output of `reconcile`."""
 
     status: FineTuneJobStatus | None = None
-    """The new status; None if the observed one still holds."""
+    """The new status; None if it does not change."""
     deletes: tuple[Delete, ...] = ()
     ungates: tuple[Ungate, ...] = ()
     creates: tuple[Create, ...] = ()
@@ -86,4 +86,4 @@ class Actions:
     news: tuple[Finding, ...] = ()
     """Findings that are new for this generation of the job; they are counted once the status is written."""
     requeue_after_seconds: float | None = None
-    """Seconds until the job is looked at again even if nothing changes: the time to the next deadline."""
+    """Seconds until the job is reconciled again even if nothing changes: the time to the next deadline."""

@@ -22,7 +22,7 @@ _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 def with_operator_error(status: Mapping[str, Any], generation: int, now: str, words: str) -> dict[str, Any] | None:
     """Return the part of a status that reports the error; None if the stored status reports it already, or if the job has ended.
 
-    Parts of the status that are not understood stay: they may be why the passes fail.
+    Parts of the status that cannot be parsed are kept: they may be why the passes fail.
     """
     stored = [condition for condition in status.get("conditions") or () if isinstance(condition, Mapping)]
     by_type = {condition.get("type"): condition for condition in stored}

@@ -1,7 +1,7 @@
-"""The actions of one pass while they are being decided, and findings as status shows them.
+"""Collects the actions that the stages decide in one pass, and converts findings to their form in status.
 
-Stages request what they want. Nothing is compared before the end, so a condition that is set twice in a pass changes at
-most once, and a pass that changes nothing writes nothing.
+The new status is compared with the observed one only at the end, so a condition that is set twice in a pass changes at most
+once, and a pass that changes nothing writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune_operator.decide.seen.times import timestamp
 EVENT_LIMIT = 1024
 """Maximum length of an event's message, in characters."""
 EVENTS_OF_FINDINGS = 16
-"""Maximum number of findings that one pass reports as events; status also has the others."""
+"""Maximum number of findings that one pass reports as events; status lists the others too."""
 FINDINGS_LIMIT = 64
 """Maximum number of findings in status."""
 
@@ -46,8 +46,8 @@ class PassResult:
     _requeue_after_seconds: float | None = None
 
     def set(self, **values: Any) -> None:
-        """Set fields of the status by their Python names. The values must be valid, because nothing is parsed again. Each finding
-        that is new for this generation of the job becomes an event.
+        """Set fields of the status by their Python names. The values must be valid, because they are not validated again. Each
+        finding that is new for this generation of the job becomes an event.
         """
         self._values.update(values)
 
@@ -96,14 +96,14 @@ class PassResult:
         self._events.append(Emit(kind, reason, message[:EVENT_LIMIT]))
 
     def requeue_after(self, seconds: float) -> None:
-        """Look again no later than after this number of seconds."""
+        """Reconcile the job again after at most this number of seconds."""
         seconds = max(seconds, 0.0)
         self._requeue_after_seconds = (
             seconds if self._requeue_after_seconds is None else min(self._requeue_after_seconds, seconds)
         )
 
     def requeue_at(self, moment: datetime) -> None:
-        """Look again no later than at `moment`."""
+        """Reconcile the job again at `moment` or earlier."""
         self.requeue_after((moment - self.now).total_seconds())
 
     def actions(self) -> Actions:

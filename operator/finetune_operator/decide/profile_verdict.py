@@ -1,4 +1,4 @@
-"""The status of a FineTuneProfile: whether jobs can name it. Its messages are those in the status of a job that names it."""
+"""The status of a FineTuneProfile: whether jobs can use it. Jobs that name the profile have the same messages in their status."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView 
     spec = profile.spec
     if spec is not None and not spec.allows_namespace(name):
         return (
-            f"FineTuneProfile {profile.name!r} is not for namespace {name!r} (allowedNamespaces). Name another profile, or ask "
-            "the platform team to add the namespace."
+            f"FineTuneProfile {profile.name!r} does not allow namespace {name!r} (allowedNamespaces). Name another profile, or "
+            "ask the platform team to add the namespace."
         )
     if spec is None or spec.namespace_selector is None:
         return ""
     namespace = namespace or NamespaceView(error="it was not read")
     if namespace.error:
         return (
-            f"FineTuneProfile {profile.name!r} asks for labels of the namespace (namespaceSelector), and the operator cannot "
-            f"read Namespace {name!r}: {namespace.error}. Name another profile, or ask the platform team for the permission."
+            f"FineTuneProfile {profile.name!r} selects namespaces by label (namespaceSelector), but the operator cannot read "
+            f"Namespace {name!r}: {namespace.error}. Name another profile, or ask the platform team for the permission."
         )
     if not spec.namespace_selector.selects(namespace.labels):
         return (
-            f"FineTuneProfile {profile.name!r} is not for namespace {name!r}, whose labels are not those of its "
+            f"FineTuneProfile {profile.name!r} does not allow namespace {name!r}, whose labels do not match its "
             "namespaceSelector. Name another profile, or ask the platform team to label the namespace."
         )
     return ""
@@ -41,11 +41,11 @@ def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView 
 
 def profile_status(profile: ProfileView, before: list[Condition], *, generation: int, now: str) -> FineTuneProfileStatus:
     """Return the status of a profile. `before`: its current conditions; `now`: RFC 3339."""
-    ready, reason, message = True, Reason.ACCEPTED, "Jobs can name it."
+    ready, reason, message = True, Reason.ACCEPTED, "Jobs can use this profile."
     if profile.spec is None:
         ready, reason, message = False, Reason.PROFILE_INVALID, invalid_profile(profile)
     elif profile.spec.allowed_namespaces == []:
         ready, reason = False, Reason.PROFILE_NOT_ALLOWED
-        message = "spec.allowedNamespaces is empty, so no job may name it. List namespaces, or remove the field to allow all."
+        message = "spec.allowedNamespaces is empty, so no job may use it. List namespaces, or remove the field to allow all."
     conditions = with_condition(before, ConditionType.READY, ready, reason, message, generation=generation, now=now)
     return FineTuneProfileStatus(observed_generation=generation, conditions=conditions)

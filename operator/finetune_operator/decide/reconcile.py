@@ -1,8 +1,8 @@
-"""`reconcile(observed, now) -> Actions`: the whole of the operator's judgement, as a pure function.
+"""`reconcile(observed, now) -> Actions`: all decisions of the operator, in one pure function.
 
-It is level-based: it reads the current state and not how it came about, so a pass can be repeated, lost, or cut off between
-any two of its effects. The worker calls it for every key of its queue. The order of the checks below is their precedence: an end
-is final, a deletion beats a cancellation, a cancellation beats a suspension, and a suspension beats every problem.
+It is level-based: it depends on the current state only, so a pass can be repeated, lost, or cut off between any two of its
+effects. The worker calls it for every key of its queue. The order of the checks below is their precedence: an outcome is final,
+a deletion beats a cancellation, a cancellation beats a suspension, and a suspension beats every problem.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _reconcile_started(observed: Observed, result: PassResult) -> None:
 
 
 def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
-    """Run the first stage that is not done. As long as each stage turns out to be done, run the next one in the same pass."""
+    """Run the first stage that is not done. Whenever a stage turns out to be done, run the next one in the same pass."""
     for role, stage in _STAGES.items():
         if is_condition_true(observed.job.status.conditions, CONDITION[role]):
             continue
@@ -119,7 +119,7 @@ def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
 
 
 def _waits_for_name(observed: Observed, result: PassResult) -> bool:
-    """Whether no child may be created, because a name is taken, or because a Job of a later attempt than in status exists."""
+    """Whether no child may be created, because its name is taken, or because a Job is of a later attempt than status records."""
     if observed.vanishing:
         message = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
         result.condition(ConditionType.READY, False, Reason.PENDING, message)
@@ -133,7 +133,7 @@ def _waits_for_name(observed: Observed, result: PassResult) -> bool:
             f"{', '.join(observed.conflicts)} exists and does not belong to this job. Delete it, or give the job another name."
         )
     elif ahead:
-        message = f"Job {', '.join(ahead)} is of a later attempt than status knows. Was status restored from a backup? Delete it."
+        message = f"Job {', '.join(ahead)} is of a later attempt than status has. Was status restored from a backup? Delete it."
     else:
         return False
     result.stall(Reason.CONFLICT, message)

@@ -69,12 +69,12 @@ class LeadershipThread:
                     await elector.acquire()
                     self._main.call_soon_threadsafe(self.held.set)
                     await elector.hold()
-                    _log.error("lease lost: another replica may work from now on, this one ends")
+                    _log.error("lease lost: another replica may lead now, so this one ends")
                     self._on_lost()
                 except asyncio.CancelledError:
                     await elector.release()
         except asyncio.CancelledError:
             return
         except Exception:  # noqa: BLE001 - whatever it is, the lease is not renewed any more
-            _log.exception("lease thread failed: this replica ends")
+            _log.exception("lease thread failed, so this replica ends")
             self._on_lost()

@@ -49,7 +49,7 @@ OTHER = "other"
 
 
 class JobCounters:
-    """Counts what is new in the status writes of this process."""
+    """Counts the ends, restarts and durations that the status writes of this process record."""
 
     def __init__(self, cache: Cache, registry: CollectorRegistry) -> None:
         self._cache = cache
@@ -57,7 +57,7 @@ class JobCounters:
         text = "FineTuneJobs that have ended, by result and reason."
         ended = ("namespace", "team", "method", "queue", "profile", "result", "reason")
         self._ended = Counter("finetune_jobs", text, ended, registry=registry)
-        text = "Restarts of roles after a failure, by its class, and whether they counted against maxRestarts."
+        text = "Restarts of roles after a failure, by failure class, and whether they counted against maxRestarts."
         self._restarts = Counter("finetune_restarts", text, ("namespace", "team", "class", "counted"), registry=registry)
 
         def durations(name: str, text: str, *labels: str) -> Histogram:
@@ -65,11 +65,11 @@ class JobCounters:
 
         text = "Duration of the phases of jobs that have ended."
         self._phases = durations("finetune_phase_duration_seconds", text, "namespace", "queue", "phase")
-        text = "From the start of a job to its first optimizer step, of jobs that have ended."
+        text = "Time from the start of a job to its first optimizer step, for jobs that have ended."
         self._first_step = durations("finetune_time_to_first_step_seconds", text, "namespace", "queue")
 
     def count(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Count what is new in a written status, compared with the status before it."""
+        """Count what a written status adds to the status before it."""
         cached = self._cache.job_of_uid(job.uid)
         if cached is None:
             return

@@ -18,10 +18,10 @@ _JOB = ("namespace", "name")
 _INFO = ("uid", "team", "queue", "method", "profile", "gpu", "model")
 _HELD = ("uid", "team", "queue", "profile", "gpu", "outcome")
 _NUMBERS = {
-    "progress": ("finetune_job_progress_ratio", "Optimizer steps done, of all."),
-    "loss": ("finetune_job_loss", "Loss of the latest step that the operator has heard of."),
-    "eval_loss": ("finetune_job_eval_loss", "Held-out loss of the latest evaluation that the operator has heard of."),
-    "tokens_per_second": ("finetune_job_tokens_per_second", "Tokens per second over all ranks, as last heard."),
+    "progress": ("finetune_job_progress_ratio", "Share of the optimizer steps that are done."),
+    "loss": ("finetune_job_loss", "Latest reported training loss."),
+    "eval_loss": ("finetune_job_eval_loss", "Latest reported held-out loss."),
+    "tokens_per_second": ("finetune_job_tokens_per_second", "Latest reported tokens per second over all ranks."),
     "goodput": ("finetune_job_goodput_ratio", "Share of the time since training began that went into steps that count."),
     "restarts": ("finetune_job_restarts", "Restarts of the gang so far."),
     "memory_estimate": (
@@ -29,11 +29,11 @@ _NUMBERS = {
         "Memory that preflight expects the fullest rank to need: on its device, or in the pod if the rank has no device.",
     ),
 }
-"""Fact -> name and help text of its metric."""
+"""Key in `JobSummary.numbers` -> name and help text of its metric."""
 _TIMES = {
     "created": ("finetune_job_created_timestamp_seconds", "When the job was created."),
     "start": ("finetune_job_start_timestamp_seconds", "When its plan was frozen."),
-    "completion": ("finetune_job_completion_timestamp_seconds", "When nothing of it ran any more."),
+    "completion": ("finetune_job_completion_timestamp_seconds", "When the job and all its pods had ended."),
     "advanced": ("finetune_job_last_step_timestamp_seconds", "When the operator last saw its step change."),
 }
 
@@ -77,10 +77,10 @@ class JobCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Collect all families, as of now."""
-        info = GaugeMetricFamily("finetune_job_info", "What is constant in a job; always 1.", labels=(*_JOB, *_INFO))
-        status = GaugeMetricFamily("finetune_job_status", "The phase that a job is in; 1.", labels=(*_JOB, "state"))
+        info = GaugeMetricFamily("finetune_job_info", "Properties of a job; always 1.", labels=(*_JOB, *_INFO))
+        status = GaugeMetricFamily("finetune_job_status", "Current phase of a job; always 1.", labels=(*_JOB, "state"))
         waiting = GaugeMetricFamily(
-            "finetune_job_waiting", "Why a job that has not ended is not running; 1.", labels=(*_JOB, "reason")
+            "finetune_job_waiting", "Why a job that has not ended is not running; always 1.", labels=(*_JOB, "reason")
         )
         gpus = GaugeMetricFamily("finetune_job_gpus", "GPUs of the training pods of a job that is placed.", labels=_JOB)
         held = GaugeMetricFamily(
@@ -130,8 +130,8 @@ class JobCollector(Collector):
         yield prices
 
     def _gpu_seconds(self, cached: CachedObject, gpus_per_pod: int) -> dict[str, int]:
-        """Return the GPU seconds in status, plus those that pods of the current attempt have held since. If a pod is dropped from
-        the cache at this moment, nothing is returned: a sample may be missing, but never too low.
+        """Return the GPU seconds in status, plus those of the current attempt since then. If a pod is dropped from the cache at
+        this moment, nothing is returned: a sample may be missing, but must not be too low.
         """
         summary, now = cached.summary, HeldSeconds()
         if summary is None:

@@ -63,13 +63,13 @@ class Metrics:
         self._passes = histogram("finetune_reconcile_seconds", "Duration of reconcile passes, by result.", "result")
         text = "CPU time that reading and judging one job took, which is the time that a pass blocks the event loop."
         self.judged = histogram("finetune_pass_cpu_seconds", text).observe
-        text = "Time that a job waited in the work queue after its time had come."
+        text = "Time that a job waited in the work queue after it was due."
         self.waited = histogram("finetune_queue_seconds", text, buckets=QUEUE_BUCKETS).observe
-        text = "How late the event loop came back to a task that was due."
+        text = "Delay with which the event loop resumed a task that was due."
         self.lagged = histogram("finetune_loop_lag_seconds", text).observe
         text = "Failures of tasks that run alongside the passes, by task; each was started again."
         self._failures = counter("finetune_background_failures", text, "task")
-        text = "Kubernetes Events that were left out because too many waited, or because the API server did not take them."
+        text = "Kubernetes Events that were dropped because too many waited, or because the API server did not accept them."
         self.event_dropped = counter("finetune_events_dropped", text).inc
         text = "Findings of rules and preflight, each counted once for each generation of a job."
         self._findings = counter("finetune_validation_findings", text, "rule", "severity")
@@ -146,7 +146,7 @@ class StateCollector(Collector):
         objects = {(kind,): number for kind, number in self._cache.num_objects().items()}
         yield _gauge("finetune_cached_objects", "Objects in the cache by kind.", ("kind",), objects)
         ages = {(kind,): seconds for kind, seconds in self._watches.ages().items()}
-        yield _gauge("finetune_watch_age_seconds", "Time since an event of this kind came.", ("kind",), ages)
+        yield _gauge("finetune_watch_age_seconds", "Time since the last watch event of this kind.", ("kind",), ages)
         yield CounterMetricFamily(
             "finetune_watch_restarts", "How often the watches were started again.", value=self._watches.num_restarts
         )

@@ -1,4 +1,4 @@
-"""Decides who may read the metrics: clients whose token the API server knows, and which may `get` the path `/metrics`.
+"""Decides who may read the metrics: clients whose token the API server accepts, and who may `get` the path `/metrics`.
 
 That is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). The probes need no token,
 because the kubelet has no token.
@@ -58,8 +58,8 @@ class MetricsGate:
         try:
             verdict = await self._verdict(token)
         except (ApiError, ApiUnreachableError) as error:
-            _log.warning("a reader of the metrics could not be checked", error=str(error))
-            return error_answer(HTTPStatus.SERVICE_UNAVAILABLE, "the API server could not be asked who you are; see the log")
+            _log.warning("token of a metrics reader not checked", error=str(error))
+            return error_answer(HTTPStatus.SERVICE_UNAVAILABLE, "the API server cannot check the token; see the operator's log")
         if verdict is HTTPStatus.UNAUTHORIZED:
             return error_answer(verdict, "the API server does not know this token")
         if verdict is HTTPStatus.FORBIDDEN:
@@ -120,7 +120,7 @@ class Certificate:
                 if stamps != self._stamps:
                     self._context, self._stamps = self._read(), stamps
             except OSError as error:  # includes ssl.SSLError
-                _log.warning("the new certificate of the metrics cannot be read: the old one stays", error=str(error))
+                _log.warning("the new certificate cannot be read, so the old one stays in use", error=str(error))
         return self._context
 
     def _now(self) -> tuple[int, ...]:

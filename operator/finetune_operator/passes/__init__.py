@@ -1,1 +1,1 @@
-"""One pass over a job: gather what is observed, decide, and execute the decision."""
+"""One pass over a job: observe, decide, and execute the decision."""

@@ -39,7 +39,7 @@ class PassOutcome(StrEnum):
     ACTED = "acted"
     """Something has changed: status was written, a delete was accepted, a gate was removed, or a new child was created."""
     REPEATED = "repeated"
-    """Nothing has changed: everything had already been done, or may not be done."""
+    """Nothing has changed: all actions had already been done, or are not possible now."""
     OUTDATED = "outdated"
     """The job or its place in the line had changed since it was observed, so nothing was done."""
     GONE = "gone"
@@ -168,7 +168,7 @@ class Executor:
         """Create a child. Returns whether something has changed: the child is new, or is now known to be refused."""
         kind = CHILD_KINDS[create.kind]
         try:
-            made = await self.api.create(kind, job.namespace, create.body)
+            created = await self.api.create(kind, job.namespace, create.body)
         except ApiError as error:
             if error.is_refusal:
                 self.gatherer.note_refusal(job.uid, kind, create.name, error, self.now())
@@ -178,11 +178,11 @@ class Executor:
             return await self._adopt(job, kind, create.name, error)
         self.gatherer.note_written(job.uid)
         if kind in CACHED:
-            self.cache.take(kind, made)
+            self.cache.take(kind, created)
         return True
 
     async def _adopt(self, job: JobView, kind: Kind, name: str, error: ApiError) -> bool:
-        """Handle a name that is taken: by our own child, if the answer was lost or the label removed, or by another object."""
+        """Handle a taken name. Its owner is our own child if an answer was lost or the label was removed, else another object."""
         existing = await self.api.get(kind, job.namespace, name)
         if existing is None:
             raise error
@@ -225,9 +225,9 @@ def words_of(error: Exception) -> str:
             message = _SECRETS.sub("***", " ".join(str(error).split()))
             return message if len(message) <= LONGEST_WORDS else f"{message[: LONGEST_WORDS - 3]}..."
         case ApiUnreachableError():
-            return "the API server gives no answer to one of its requests."
+            return "the API server does not answer."
         case _:
-            return f"an unexpected {type(error).__name__}; its log has more."
+            return f"an unexpected {type(error).__name__}; see the operator's log."
 
 
 def starts(job: JobView, actions: Actions) -> bool:

@@ -61,7 +61,7 @@ NO_NOTES = JobNotes()
 
 
 class TemplateClaim(Enum):
-    """Relation of an existing claim to the job from whose template a claim of the same name would be created."""
+    """Whether a job can use an existing claim that has the name of the claim from its template."""
 
     USABLE = auto()
     VANISHING = auto()
@@ -266,12 +266,12 @@ class Gatherer:
             return frozenset()
         horizon = now - timedelta(seconds=CLAIM_SEEN_SECONDS)
         self._claims_seen = {place: seen_at for place, seen_at in self._claims_seen.items() if seen_at >= horizon}
-        made = job.spec.workspace.volume_claim_template is not None
+        has_template = job.spec.workspace.volume_claim_template is not None
         present = set()
         for claim in claims_named_by(job.spec, job.name):
-            # A claim that has the template's name by chance belongs to somebody else and is not used: it is reported as a
-            # conflict when ours is to be created.
-            is_own = made and claim == workspace_claim_name(job.name)
+            # A claim of somebody else that has the template's name by chance is not used: it is reported as a conflict when ours
+            # is to be created.
+            is_own = has_template and claim == workspace_claim_name(job.name)
             place = (job.namespace, f"{claim} of {job.uid}" if is_own else claim)
             if place not in self._claims_seen:
                 document = await self._api.get(CLAIMS, job.namespace, claim)
@@ -313,22 +313,22 @@ class Gatherer:
     async def _conflicts(
         self, job: JobView, notes: JobNotes, revisits: list[float]
     ) -> tuple[set[tuple[Kind, str]], set[tuple[Kind, str]]]:
-        """Return the objects that have the name of a child and are not ours: first those that an earlier job of this name has
-        left and that will be deleted, then the others.
+        """Return two sets of objects that have the name of a child and are not ours: those that an earlier job of this name has
+        left, which will be deleted, and the others.
         """
         vanishing: set[tuple[Kind, str]] = set()
-        standing: set[tuple[Kind, str]] = set()
+        conflicts: set[tuple[Kind, str]] = set()
         for kind, name in notes.conflicts:
             document = await self._api.get(kind, job.namespace, name)
             key = None if document is None else self._cache.key_of(kind, document)
             if document is None or key is None or belongs_to(document, job.uid):
                 continue
             is_marked = kind == CLAIMS and template_claim(key, document, job) is TemplateClaim.VANISHING
-            (vanishing if is_marked or is_of_namesake(key, job) else standing).add((kind, name))
-        notes.conflicts = frozenset(vanishing | standing)
+            (vanishing if is_marked or is_of_namesake(key, job) else conflicts).add((kind, name))
+        notes.conflicts = frozenset(vanishing | conflicts)
         if notes.conflicts:
             revisits.append(VANISHING_RETRY_SECONDS if vanishing else MISSING_RETRY_SECONDS)
-        return vanishing, standing
+        return vanishing, conflicts
 
     def _forget_settled_evidence(self, job: JobView) -> None:
         """Forget deleted pods that are no longer needed, because status has the outcome of their attempt."""
@@ -347,7 +347,7 @@ class Gatherer:
 
 
 def _waits_for_name(observed: Observed) -> bool:
-    """Whether nothing is created because a name is taken, perhaps for weeks: a live list is then useless, except at the end."""
+    """Whether nothing is created because a name is taken, perhaps for weeks. Live lists are then useless, except at the end."""
     job = observed.job
     return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
 
@@ -360,7 +360,7 @@ def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: b
     """Judge an existing claim with the name of the claim that is created from the job's template.
 
     Labels decide, because a claim that is kept after its job has no owner, and the next job of that name uses the claim.
-    `is_begun`: whether the job already uses the claim, which it then does for as long as the claim exists.
+    `is_begun`: whether the job already uses the claim; it then does so for as long as the claim exists.
     """
     labels = Fields(claim).at("metadata").at("labels")
     if (labels.name(LABEL_MANAGED_BY), labels.name(LABEL_JOB)) != (MANAGED_BY, job.name):
@@ -375,7 +375,7 @@ def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: b
 def is_of_namesake(key: ObjectKey, job: JobView) -> bool:
     """Whether an object is controlled by an earlier job with the same name.
 
-    As this FineTuneJob has the name, the earlier one must be gone. So the garbage collector will delete whatever still names the
-    earlier job as its controller, whether it is marked for deletion or not.
+    As this FineTuneJob has the name, the earlier one must be gone. So the garbage collector will delete every object that still
+    names the earlier job as its controller, whether the object is marked for deletion or not.
     """
     return key.is_controlled_by(JOBS) and key.owner_name == job.name and key.owner_uid != job.uid

@@ -25,7 +25,7 @@ from finetune_operator.logs import logger
 from finetune_operator.passes.notes import JobNotes, LiveList
 
 UNWATCHED_SECONDS = 15.0
-"""How long a live list is valid if it shows something that no watch shows, because it has no label or no owner."""
+"""How long a live list is valid if it shows an object that no watch shows, because the object has no label or no owner."""
 LISTED_SECONDS = 60.0
 """How long any other live list is valid if no event reports a change of what it showed."""
 _log = logger(__name__)
@@ -154,7 +154,7 @@ async def namespace_view(api: Api, name: str) -> NamespaceView:
 
 
 async def read_nodes(api: Api, names: Sequence[str]) -> tuple[NodeView, ...]:
-    """Read the conditions of nodes, up to the first that may not be read. Nodes are not watched. Raises ApiUnreachableError."""
+    """Read the conditions of nodes, up to the first that cannot be read. Nodes are not watched. Raises ApiUnreachableError."""
     nodes: list[NodeView] = []
     for name in names:
         try:
@@ -182,5 +182,5 @@ def _is_controlled_by(key: ObjectKey, job_uid: str) -> bool:
 
 
 def _may_be_ours(key: ObjectKey) -> bool:
-    """Whether a pod with our label and an unknown controller can belong to a deleted Job, as a ReplicaSet's pod cannot."""
+    """Whether a pod with our label and an unknown controller may belong to a deleted Job; a ReplicaSet's pod cannot."""
     return not key.owner_uid or key.is_controlled_by(BATCH_JOBS)

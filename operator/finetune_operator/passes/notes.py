@@ -53,8 +53,8 @@ def refused_write(
 ) -> RefusedWrite:
     """Return the note about a write that the server refused, perhaps not for the first time. `child`: kind and name.
 
-    The first pause for another child is the shortest again, because earlier refusals say nothing about that child. `draw` returns
-    a random number from 0 to 1, so that jobs that were refused together are not retried together.
+    For another child, the pauses begin with the shortest again, because earlier refusals say nothing about it. `draw` returns a
+    random number from 0 to 1, so that jobs that were refused together are not retried together.
     """
     kind, name = child
     tries = before.tries + 1 if before is not None and (before.kind, before.name) == child else 1

@@ -1,7 +1,7 @@
 """Kubernetes Events about FineTuneJobs. A repeated event increases the count of the first Event, which kubectl shows.
 
 Events are optional: `record` only notes them, and `run` writes them one at a time, so they never delay a pass. If the same event
-already waits, its count is increased. Events are left out, and counted, if too many wait or the API server does not take them.
+already waits, its count is increased. Events are dropped, and counted, if too many wait or the API server does not accept them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _PendingEvent:
 class EventRecorder:
     """Writes events. An event that cannot be written is logged, and never makes a pass fail.
 
-    `dropped` is called for every event that is left out.
+    `dropped` is called for every event that is dropped.
     """
 
     def __init__(

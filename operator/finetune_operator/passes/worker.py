@@ -149,7 +149,7 @@ class Worker:
                 self.queue.requeue_now(key)
             else:
                 delay = self.queue.retry(key)
-                _log.warning("job does not come to rest", namespace=key.namespace, job=key.name, retry_seconds=delay)
+                _log.warning("job keeps changing and is paused", namespace=key.namespace, job=key.name, retry_seconds=delay)
         return outcome
 
 

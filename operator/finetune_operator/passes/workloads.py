@@ -38,7 +38,7 @@ class Workloads:
     async def with_messages(
         self, batch_jobs: tuple[BatchJobView, ...], namespace: str, now: datetime, revisits: list[float]
     ) -> tuple[BatchJobView, ...]:
-        """Return the Jobs, and add the queue's message to suspended ones. Times until the next reads are added to `revisits`."""
+        """Return the Jobs with the queue's message on suspended ones. Adds the seconds until the next reads to `revisits`."""
         jobs = []
         for job in batch_jobs:
             if not job.suspended or job.deleting or job.has("Complete", "Failed"):
@@ -98,8 +98,8 @@ def _condition_text(kind: str, condition: Fields) -> str:
 
 
 async def num_waiting(api: Api, namespace: str, queue: str) -> int | None:
-    """Count the Workloads of all namespaces that wait in the ClusterQueue of a LocalQueue; None if the queues do not exist or may
-    not be read. Raises ApiUnreachableError.
+    """Count the Workloads of all namespaces that wait in the ClusterQueue of a LocalQueue; None if the queues do not exist or
+    cannot be read. Raises ApiUnreachableError.
     """
     try:
         local_queue = await _first(api, LOCAL_QUEUES, namespace, queue)

@@ -83,7 +83,7 @@ class WorkQueue(Generic[K]):
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
         self._first_in_line = asyncio.Lock()
-        """Lets only one waiting worker look at the queue: to wake all workers for each key would cost more than most passes."""
+        """Lets only one waiting worker look at the queue: waking all workers for each key would cost more than most passes."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -97,7 +97,7 @@ class WorkQueue(Generic[K]):
 
     @property
     def num_taken(self) -> int:
-        """Number of keys that workers have."""
+        """Number of keys that workers are processing."""
         return len(self._taken)
 
     def add(self, key: K, urgency: Urgency = Urgency.CHANGED) -> None:
@@ -145,8 +145,8 @@ class WorkQueue(Generic[K]):
                 self._collect_due()
                 if self._ready:
                     key = min(self._ready, key=lambda key: self._ready[key].moment)
-                    place = self._taken[key] = self._ready.pop(key)
-                    self._waited(max(self._clock() - place.queued, 0.0))
+                    entry = self._taken[key] = self._ready.pop(key)
+                    self._waited(max(self._clock() - entry.queued, 0.0))
                     return key
                 self._changed.clear()
                 try:
@@ -158,9 +158,9 @@ class WorkQueue(Generic[K]):
     def done(self, key: K) -> None:
         """Return a key that the worker has finished."""
         self._taken.pop(key, None)
-        place = self._again.pop(key, None)
-        if place is not None:
-            self._add(key, place)
+        entry = self._again.pop(key, None)
+        if entry is not None:
+            self._add(key, entry)
         self._changed.set()
 
     def close(self) -> None:
@@ -168,23 +168,23 @@ class WorkQueue(Generic[K]):
         self._closed = True
         self._changed.set()
 
-    def _add(self, key: K, place: _Entry) -> None:
+    def _add(self, key: K, entry: _Entry) -> None:
         if self._closed:
             return
         if key in self._taken:
             self._delayed.pop(key, None)
             known = self._again.get(key)
-            if known is None or place.moment < known.moment:
-                self._again[key] = place
+            if known is None or entry.moment < known.moment:
+                self._again[key] = entry
             return
         rests_until = self._resting.get(key, 0.0)
         if rests_until > self._clock():
-            self._delay(key, rests_until, place.patience)
+            self._delay(key, rests_until, entry.patience)
             return
         self._delayed.pop(key, None)
         known = self._ready.get(key)
-        if known is None or place.moment < known.moment:
-            self._ready[key] = place if known is None else _Entry(place.since, place.patience, known.queued)
+        if known is None or entry.moment < known.moment:
+            self._ready[key] = entry if known is None else _Entry(entry.since, entry.patience, known.queued)
             self._changed.set()
 
     def _delay(self, key: K, due: float, patience: float) -> None:

@@ -28,9 +28,9 @@ async def keep_trying(
             await work()
             return
         except (ApiError, ApiUnreachableError) as error:
-            _log.warning("failed: begun again after a pause", task=name, error=str(error))
+            _log.warning("task failed and starts again after a pause", task=name, error=str(error))
         except Exception:  # noqa: BLE001 - a defect of one task must not end the work on all jobs
-            _log.exception("failed unexpectedly: begun again after a pause", task=name)
+            _log.exception("task failed unexpectedly and starts again after a pause", task=name)
         failed(name)
         await sleep(PAUSE_SECONDS)
 

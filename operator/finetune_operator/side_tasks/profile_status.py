@@ -1,4 +1,4 @@
-"""Writes into each FineTuneProfile whether jobs can name it.
+"""Writes into the status of each FineTuneProfile whether jobs can use it.
 
 Each generation of a profile is judged only once in the life of this process, so that two releases that judge differently do not
 overwrite each other's status forever.
@@ -40,7 +40,7 @@ class ProfileStatus:
         """Set by the caller when a profile was created or has changed."""
 
     async def run(self) -> None:
-        """Judge profiles until cancelled. Raises ApiUnreachableError; the next call continues with those not judged yet."""
+        """Judge profiles until cancelled. Raises ApiUnreachableError; the next call continues with the remaining profiles."""
         while True:
             self.changed.clear()
             profiles = self._cache.profiles()
@@ -71,5 +71,5 @@ class ProfileStatus:
                 if error.is_conflict:
                     return
                 # If the permission is missing, or the definition has no status, the status of jobs still shows what is wrong.
-                _log.warning("the status of a profile was not written", profile=cached.key.name, error=str(error))
+                _log.warning("profile status not written", profile=cached.key.name, error=str(error))
         self._judged[cached.key.uid] = generation

@@ -71,8 +71,8 @@ class ProgressPoll:
     def _rank_zero(self, cached: CachedObject) -> PodView | None:
         """Return the pod of rank 0 of the current training attempt, if it is running.
 
-        There may be several: a Job adopts every pod that matches its selector, even of others, and deletes the surplus pods
-        of an index later. A pod that is being deleted is chosen only if there is no other.
+        There may be several: a Job adopts every pod that matches its selector, even pods that others created, and deletes surplus
+        pods of an index later. A pod that is being deleted is chosen only if there is no other.
         """
         number = cached.summary.attempt if cached.summary is not None else -1
         pods = [item.pod for item in self._cache.pods_of(cached.key.uid) if item.pod is not None]

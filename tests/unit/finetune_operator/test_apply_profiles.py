@@ -101,7 +101,7 @@ def test_a_refused_profile_does_not_keep_the_others_back() -> None:
 
 def test_a_profile_without_its_role_is_not_made() -> None:
     server = Server()
-    with pytest.raises(ProfileError, match=r"ClusterRole role-default is not there; install the chart with rbac\.create"):
+    with pytest.raises(ProfileError, match=r"ClusterRole role-default does not exist; install the chart with rbac\.create=true"):
         bring(server, read_profiles(text("default")))
     assert not server.applied
 

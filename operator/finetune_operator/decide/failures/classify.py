@@ -122,7 +122,7 @@ def classify_pod(pod: PodView) -> PodFailure | None:
 
 
 def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureClass, bool, str] | None:
-    """Return the class, whether it may be an echo, and a message if the container left none. Certain evidence goes first."""
+    """Return class, whether it may be an echo, and the message to use if the container left none. Certain evidence wins."""
     reported = report.failure if report is not None else None
     if report is not None and report.outcome is Outcome.REFUSED and reported is None:
         reported = FailureClass.USER_CONFIG
@@ -156,7 +156,7 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
     if pod.exit_code == _SIGTERM:
         return FailureClass.PREEMPTED, True, "The container was terminated by SIGTERM and left no report."
     if pod.exit_code == _SIGKILL:
-        return FailureClass.INTERNAL, False, "The container was killed by SIGKILL, not for memory, and left no report."
+        return FailureClass.INTERNAL, False, "The container was killed by SIGKILL, not because of memory, and left no report."
     if pod.exit_code is not None:
         return FailureClass.INTERNAL, False, f"The container exited with code {pod.exit_code} and left no report."
     if pod.phase == "Failed":
@@ -177,7 +177,7 @@ def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
 
 
 def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
-    """Return when the failure was first seen. A SIGTERM because of a deletion counts from the request for the deletion.
+    """Return when the failure was first seen. If the pod was deleted, this is at the latest when its deletion was requested.
 
     Kubernetes truncates times to whole seconds, while a report keeps the fraction. So the API server's times are taken as the end
     of their second: otherwise a pod that was deleted because of a failure would seem to have ended before that failure.

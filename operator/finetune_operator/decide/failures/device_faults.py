@@ -1,6 +1,6 @@
 """Decides whether a node's conditions report a GPU that broke while training ran there.
 
-Monitors of GPUs (NVSentinel, the node problem detector, an agent of the cloud) set a condition of the node. The ranks see such a
+GPU monitors (NVSentinel, the node problem detector, a cloud provider's agent) set a condition on the node. The ranks see such a
 fault only as a failed operation or a silent peer, and that failure would be counted against the job.
 """
 
@@ -24,7 +24,7 @@ _UNEXPLAINED = frozenset({FailureClass.INTERNAL, FailureClass.COLLECTIVE, Failur
 
 
 def nodes_in_question(observed: Observed) -> tuple[str, ...]:
-    """Nodes of the pods of a training attempt that is failing, if the profile names conditions that could explain the failure."""
+    """Return the nodes of a failing training attempt, if the profile names conditions that could explain the failure."""
     status = observed.job.status
     if not _wanted(observed) or is_ended(status) or current_role(status) is not Role.TRAIN:
         return ()

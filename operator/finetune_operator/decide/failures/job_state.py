@@ -1,5 +1,5 @@
-"""The state of the Job of one role and attempt, from the Job and its pods, and what its pods wait for: capacity, for which they
-may wait without limit, or something that keeps them from starting.
+"""Derives the state of one role's Job from the Job and its pods, and why its pods wait: for capacity, which they may do without
+limit, or because something keeps them from starting.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Pending:
     reason: Reason
     text: str
     is_capacity: bool = False
-    """Whether the pods wait for capacity. That is never a failure, and ends only with time or when other pods end."""
+    """Whether the pods wait for capacity. That is never a failure, however long it takes."""
     failure: FailureClass = FailureClass.UNKNOWN
     """Class of the failure if the wait lasts too long."""
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the wait is reported at once, because somebody may have to act."""
+        """Whether the wait is reported at once, because a human may have to act."""
         return self.reason is not Reason.WAITING_FOR_PODS
 
 

@@ -18,12 +18,12 @@ from finetune_operator.decide.seen.times import moment_after, timestamp
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_IN_A_ROW = 50
-"""Maximum number of uncounted restarts of one class without progress: after more, a job gains nothing from another restart."""
+"""Maximum number of uncounted restarts of one class without progress: after that many, another restart does not help."""
 MOST_WITHOUT_PROGRESS = 100
 """Maximum number of uncounted restarts without progress over all classes that are limited by number, so that a job whose failures
 alternate between classes does not restart forever."""
 MOST_STALLED_STARTS = 5
-"""Maximum number of restarts without progress of a gang whose ranks stalled before they had met."""
+"""Maximum number of restarts without progress of a gang whose ranks stalled before they were connected."""
 JITTER = 0.2
 """Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not restart at once."""
 _DAY = 86_400
@@ -53,7 +53,7 @@ class Policy:
     longest_seconds: int | None = None
     """Longest time, in seconds, of uncounted restarts without progress; if set, it replaces the limit by number."""
     outside: bool = False
-    """Whether the cause is outside the job. If so, a training that is given up is stalled with its checkpoints, not failed."""
+    """Whether the cause is outside the job. If so, training that is given up leaves the job stalled, not failed."""
 
 
 _N, _C, _U = Retry.NEVER, Retry.COUNTED, Retry.UNCOUNTED
@@ -100,18 +100,18 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.COLLECTIVE: Policy(
         _C,
-        "Reported by a rank, and no other rank reports anything better: it is most often the echo of another failure.",
+        "Reported by a rank, and no other rank reports a more specific failure; it is usually the echo of another failure.",
         "Look at the logs of the other ranks on the workspace and at the network between the nodes.",
     ),
     FailureClass.INTERNAL: Policy(
         _C,
-        "An exception without a class of its own, an unknown exit code, or SIGKILL that was not for memory.",
+        "An exception without a class of its own, an unknown exit code, or a SIGKILL that was not because of memory.",
         "Read the exception and the logs of the failing rank on the workspace.",
     ),
     FailureClass.STALLED: Policy(
         _C,
         "Reported by the ranks' watchdog (training.stepTimeoutSeconds), or no new step within run.stallDeadlineSeconds. Not "
-        f"counted, and given up after {MOST_STALLED_STARTS} in a row, if the ranks had not met yet.",
+        f"counted, and given up after {MOST_STALLED_STARTS} in a row, if the ranks were not connected yet.",
         "Read the stacks of the ranks on the workspace, or raise spec.training.stepTimeoutSeconds.",
         most_in_a_row=MOST_STALLED_STARTS,
     ),
@@ -120,7 +120,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DISK_FULL: Policy(
         _C,
-        "Reported by the container, or the kubelet evicted the pod because a volume or a container exceeded its own limit of the "
+        "Reported by the container, or the kubelet evicted the pod because a volume or container exceeded its own limit for the "
         "node's disk.",
         "Enlarge the claim, or lower spec.checkpoint.keep.",
         first_pause=60.0,
@@ -128,7 +128,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.SOURCE_UNAVAILABLE: Policy(
         _U,
-        "Reported by the fetch: the Hub or object store did not answer, or not with what was asked for.",
+        "Reported by the fetch: the Hub or object store did not answer, or its answer was not usable.",
         "Check that the hub or object store of the profile can be reached from the cluster.",
         first_pause=30.0,
         longest_seconds=_DAY,
@@ -136,7 +136,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.DESTINATION_UNAVAILABLE: Policy(
         _U,
-        "Reported by the publication: the destination did not answer, or broke off.",
+        "Reported by the publication: the destination did not answer, or the connection broke.",
         "Check that the destination can be reached from the cluster.",
         first_pause=30.0,
         longest_seconds=_DAY,
@@ -172,7 +172,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.IMAGE_PULL: Policy(
         _U,
-        "`ImagePullBackOff` and the like beyond run.startupDeadlineSeconds; reported at once, and the kubelet keeps trying.",
+        "`ImagePullBackOff` or similar for run.startupDeadlineSeconds; it is reported at once, and the kubelet keeps trying.",
         "Check the image of the profile and the pull secrets of its registry.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -180,7 +180,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.MOUNT: Policy(
         _U,
-        "`FailedMount` and the like beyond run.startupDeadlineSeconds; reported at once, and the kubelet keeps trying.",
+        "`FailedMount` or similar for run.startupDeadlineSeconds; it is reported at once, and the kubelet keeps trying.",
         "Create the volume, Secret or ConfigMap that the message names.",
         longest_pause=3600.0,
         most_in_a_row=5,
@@ -188,8 +188,8 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.ADMISSION: Policy(
         _U,
-        "The API server refuses the Job's pods beyond run.startupDeadlineSeconds, other than for a quota; reported at once.",
-        "Have the policy that the message names allow the pods of this profile.",
+        "The API server refuses the Job's pods for run.startupDeadlineSeconds, not because of a quota; it is reported at once.",
+        "Change the policy that the message names, so that it allows the pods of this profile.",
         longest_pause=3600.0,
         most_in_a_row=5,
         outside=True,
@@ -221,7 +221,7 @@ class RestartDecision(Enum):
 def retry_of(failure: FailureClass, step: int | None) -> Retry:
     """Return whether a failure is tried again. step: the step that its report names.
 
-    A stall without a step means that the ranks had not met yet, which is not the job's fault.
+    A stall without a step means that the ranks were not connected yet, which is not the job's fault.
     """
     return Retry.UNCOUNTED if failure is FailureClass.STALLED and step is None else POLICY[failure].retry
 
@@ -247,7 +247,7 @@ def restart_decision(
 
 
 def row_of(failure: FailureClass, restarts: Restarts) -> FailureRow:
-    """Restarts of this class since the latest progress. Counters of earlier releases have no class and count for every class."""
+    """Restarts of this class since the latest progress. Counters of earlier releases have no class, so they count for each."""
     if not restarts.rows:
         return FailureRow(failure=str(failure), restarts=restarts.in_a_row, since=restarts.in_a_row_since)
     return next((row for row in restarts.rows if row.failure == failure), FailureRow(failure=str(failure)))

@@ -1,5 +1,5 @@
-"""The records of each role in status: its attempts, which are opened when their pods are first seen and closed with their
-evidence, and its restart counters.
+"""The attempt records and restart counters of each role in status. A record is opened when the attempt's pods are first seen to
+run, and closed with the evidence of its end.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def restarts_of(status: FineTuneJobStatus, role: Role) -> Restarts:
 
 
 def with_restarts(status: FineTuneJobStatus, role: Role, restarts: Restarts) -> dict[str, Any]:
-    """The status fields that set the restart counters of a role, as arguments for `PassResult.set`."""
+    """Return the status fields with new restart counters of a role, as arguments for `PassResult.set`."""
     if role is Role.TRAIN:
         return {"restarts": restarts}
     return {"role_restarts": status.role_restarts.model_copy(update={role.value: restarts})}

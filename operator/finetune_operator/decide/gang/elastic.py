@@ -1,8 +1,8 @@
 """Decides how many nodes an attempt of an elastic gang has.
 
-A gang begins with all nodes. It continues with fewer if some nodes do not become available, or if a node is lost or taken back,
-and asks for all nodes again later. Whether they are free is not known in advance: no node is read, and only the queue and the
-scheduler show it by placing the Job of the next attempt or not. A queue admits all pods of a Job or none.
+A gang begins with all nodes. It continues with fewer if some nodes do not become available, or if a node is lost or reclaimed,
+and asks for all nodes again later. Whether they are free is not known in advance, because no node is read: it shows only when the
+queue and the scheduler place the Job of the next attempt. A queue admits all pods of a Job or none.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def elasticity(plan: LaunchPlan) -> Elasticity | None:
     )
 
 
-def gang_nodes(plan: LaunchPlan, asked: int | None) -> int:
-    """Number of pods of an attempt. `asked`: `status.gangNodes`, which anybody may have edited; None means all nodes."""
+def gang_nodes(plan: LaunchPlan, wanted: int | None) -> int:
+    """Number of pods of an attempt. `wanted`: `status.gangNodes`, which anybody may have edited; None means all nodes."""
     limits = elasticity(plan)
-    return plan.parallelism.nodes if limits is None or asked is None else min(max(asked, limits.fewest), limits.most)
+    return plan.parallelism.nodes if limits is None or wanted is None else min(max(wanted, limits.fewest), limits.most)
 
 
 def nodes_after_failure(limits: Elasticity, nodes: int, pods: Sequence[PodView]) -> int:
-    """Number of nodes for the attempt after a failed one: as many as before, minus those that were lost or taken back.
+    """Number of nodes for the attempt after a failed one: as many as before, minus those that were lost or reclaimed.
 
-    A node that is taken back may be replaced, but the others need not wait for that. If no node is left, all are requested, and
-    the gang starts on those that come first.
+    A reclaimed node may be replaced, but the gang does not wait for that. If no node is left, all are requested, and the gang
+    starts on those that become available first.
     """
-    taken = len({pod.node_rank for pod in pods if pod.disruption})
-    return limits.most if taken >= nodes else max(nodes - taken, limits.fewest)
+    lost = len({pod.node_rank for pod in pods if pod.disruption})
+    return limits.most if lost >= nodes else max(nodes - lost, limits.fewest)
 
 
 def nodes_that_came(limits: Elasticity, nodes: int, pods: Sequence[PodView], since: datetime, now: datetime) -> int | None:
@@ -83,15 +83,15 @@ def queued_since(status: FineTuneJobStatus, batch_job: BatchJobView) -> datetime
 
 
 def nodes_to_queue_for(limits: Elasticity, nodes: int, attempts: Sequence[Attempt], since: datetime, now: datetime) -> int | None:
-    """Number of nodes to ask the queue for instead if it has not admitted the gang after the wait: as many as the gang last ran
-    on if those were fewer, else half. None means to wait longer.
+    """Number of nodes to ask the queue for if it has not admitted the gang in time: as many as the gang last ran on if those were
+    fewer, else half. None means to wait longer.
     """
     if nodes <= limits.fewest or now < since + limits.shrink_after:
         return None
-    had = next(
+    last = next(
         (attempt.nodes for attempt in reversed(_training(attempts)) if attempt.running_time and attempt.nodes is not None), nodes
     )
-    return max(had if had < nodes else nodes // 2, limits.fewest)
+    return max(last if last < nodes else nodes // 2, limits.fewest)
 
 
 def grows(
@@ -128,7 +128,7 @@ def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _failed_tries(attempts: Sequence[Attempt]) -> int:
-    """Count those of the resized attempts directly before the running one that never ran, because their nodes did not come."""
+    """Count the resized attempts directly before the current one that never ran, because their nodes did not become available."""
     tries = 0
     for attempt in reversed(attempts[:-1]):
         if attempt.outcome is not AttemptOutcome.RESIZED:

@@ -1,6 +1,6 @@
 """Counts the GPU seconds of training attempts: how long their pods held GPUs, and how much of the training was kept.
 
-They are added to status by the write that closes an attempt, notes its interruption by a queue, or ends the job.
+They are added to status by the write that closes an attempt, records its interruption by a queue, or ends the job.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ def with_gpu_seconds(observed: Observed, after: FineTuneJobStatus, now: datetime
     saved = moment_after(progress.checkpoint_time, 0.0) if progress is not None else None
     # A queue that preempts a gang gives it the time to save, as every orderly end does.
     keeps_steps = new is not None and (new.outcome in _KEEPS_ITS_STEPS or new.failure is FailureClass.PREEMPTED)
-    seen = observed.pods_of(Role.TRAIN, number)
-    pods = [*seen, *_vanished_pods(before, new, seen, run.plan.parallelism.nodes)]
-    held = held_seconds(pods, moment_after(before.gpu_seconds_until, 0.0), now, now if is_interrupted or keeps_steps else saved)
-    if not any(held):
+    known = observed.pods_of(Role.TRAIN, number)
+    pods = [*known, *_vanished_pods(before, new, known, run.plan.parallelism.nodes)]
+    usage = held_seconds(pods, moment_after(before.gpu_seconds_until, 0.0), now, now if is_interrupted or keeps_steps else saved)
+    if not any(usage):
         return after
     gpus = run.plan.parallelism.processes_per_node
-    spent = GpuSeconds(waiting=held.waiting * gpus, productive=held.saved * gpus, lost=held.unsaved * gpus)
+    spent = GpuSeconds(waiting=usage.waiting * gpus, productive=usage.saved * gpus, lost=usage.unsaved * gpus)
     attempts = [
         record.model_copy(update={"gpu_seconds": _sum(record.gpu_seconds, spent)}) if record is new else record
         for record in after.attempts
@@ -92,8 +92,8 @@ def with_gpu_seconds(observed: Observed, after: FineTuneJobStatus, now: datetime
 
 
 def _vanished_pods(status: FineTuneJobStatus, record: Attempt | None, seen: Sequence[PodView], nodes: int) -> list[PodView]:
-    """Reconstruct pods of an attempt that vanished while no operator ran. An attempt has a record once all of its pods have run,
-    and they trained until the first of the others ended, or else at least until the step that was seen last.
+    """Reconstruct pods of an attempt that vanished while no operator ran. An attempt has a record once all its pods have run.
+    The vanished pods count as running until another pod ended, or, if none has, until the last step that was seen.
     """
     # The record does not say when an interrupted attempt began again, so its time cannot be reconstructed.
     if record is None or record.interruptions:

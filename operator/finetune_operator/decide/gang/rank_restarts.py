@@ -1,6 +1,6 @@
-"""Restarts of ranks inside the only pod of a gang. The pod's supervisor does them; here they are added to status and counters.
+"""Restarts of ranks inside the pod of a single-pod gang. The pod's supervisor restarts them; here they are added to status.
 
-They are read from the latest progress of rank 0, and from the report of the pod once it has ended.
+The restarts are read from the latest progress of rank 0, and from the pod's report once the pod has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune_operator.decide.seen.times import timestamp
 
 
 def restarts_allowed(observed: Observed, run: FrozenRun) -> int:
-    """Maximum number of times that the ranks of the attempt that is created now may be started again in their pod."""
+    """Maximum number of times that the ranks of a new attempt may be started again in their pod."""
     spec, counted = observed.job.spec, observed.job.status.restarts.counted
     return 0 if spec is None else max(0, min(run.placement.restarts_in_pod, spec.run.max_restarts - counted))
 
@@ -31,7 +31,7 @@ def restarts_allowed(observed: Observed, run: FrozenRun) -> int:
 def with_rank_restarts(observed: Observed, result: PassResult, attempt: int) -> Observed:
     """Record restarts that status does not have yet. Returns `observed` with these restarts in its status.
 
-    They are recorded only once their attempt is, which happens when its pods are first seen to run.
+    They are recorded only once the attempt has a record, which is opened when its pods are first seen to run.
     """
     status = observed.job.status
     record = record_of(status, Role.TRAIN, attempt)

@@ -157,7 +157,7 @@ class LiveChildren:
 
 @dataclass(frozen=True)
 class RefusedWrite:
-    """The API server's refusal to create or change a child, because of a quota, a plugin, a webhook or a missing permission."""
+    """The API server's refusal to create or change a child (a quota, an admission plugin, a webhook, a missing permission)."""
 
     kind: str
     name: str
@@ -168,4 +168,4 @@ class RefusedWrite:
     tries: int
     """Number of refusals of this write in a row."""
     retry_at: datetime
-    """The time before which no such write of this job is tried again."""
+    """The time until which no child of this job is created or changed."""

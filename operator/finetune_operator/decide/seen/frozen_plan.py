@@ -1,4 +1,4 @@
-"""The plan after the freeze: read from its ConfigMap, checked against the digest in status, never resolved again."""
+"""Reads the frozen plan from its ConfigMap and checks it against the digest in status. It is never resolved again."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
         return PlanLost(f"ConfigMap {name} with the frozen plan is gone. Restore it with the content of digest {expected.hash}.")
     digest = text_sha256(observed.plan.plan_json)
     if digest != expected.hash:
-        return PlanLost(f"ConfigMap {name} holds content of digest {digest}; the run started with {expected.hash}. Restore that.")
+        return PlanLost(f"ConfigMap {name} has digest {digest}, but the run started with {expected.hash}. Restore its content.")
     try:
         plan = _read(observed.plan.plan_json)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         return PlanLost(
-            f"ConfigMap {name} holds a plan that this release of the operator cannot read ({field}: {first['msg']}). "
-            "Its pods are left as they are. Install the release of the operator that froze it, or a later one."
+            f"ConfigMap {name} holds a plan that this release of the operator cannot read ({field}: {first['msg']}). The job's "
+            "pods are left as they are. Install the release of the operator that froze the plan, or a later one."
         )
     if plan.placement is None:
         return PlanLost(f"ConfigMap {name} holds a plan without placement, made for local mode.")

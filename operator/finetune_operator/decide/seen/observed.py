@@ -1,7 +1,7 @@
 """Everything that one reconcile pass may look at, as frozen plain data gathered by `passes.gather`.
 
-Children are listed only when their controller owner reference has the UID of the job. Objects that carry a child's name but
-belong to somebody else are in `Observed.conflicts`. Times are timezone-aware and in UTC.
+Only objects whose controller owner reference has the UID of the job count as children. Objects with a child's name that belong
+to somebody else are in `Observed.conflicts`. Times are timezone-aware and in UTC.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class PlaceInLine:
 
     limit: int
     ahead: int
-    """Jobs that are active, or were created earlier and wait as well; the job may start while this is below the limit."""
+    """Number of jobs that are active, or wait and are older; the job may start while this is below the limit."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Observed:
     """`Kind/name` of objects of an earlier job of this name that have the name of a child and will go away: they are being
     deleted, or the garbage collector will delete them."""
     conflicts: tuple[str, ...] = ()
-    """`Kind/name` of other objects that have the name of a child and are not ours, found when the child was to be created. They
+    """`Kind/name` of other objects that have the name of a child and are not ours, found when creating the child failed. They
     are looked up again in every pass, because nothing is created while one of them exists."""
     live: LiveChildren | None = None
     """Result of a live list, which is requested whenever `decide.stages.blocked.needs_live_list` asks for it. Without one (None),

@@ -26,7 +26,7 @@ CONDITION = {
 
 
 def is_ended(status: FineTuneJobStatus) -> bool:
-    """Whether the outcome of the job is decided, one way or the other: nothing is created any more."""
+    """Whether the job has succeeded or failed. From then on, nothing is created for it."""
     succeeded = find_condition(status.conditions, ConditionType.SUCCEEDED)
     return is_terminal(status) or (succeeded is not None and succeeded.status != "Unknown")
 

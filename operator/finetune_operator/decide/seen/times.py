@@ -1,5 +1,5 @@
-"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that are counted from them: for the start of a role's
-placed pods, for the next training step, and for the whole job.
+"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that follow from them: for the start of a role's placed
+pods, for the next training step, and for the whole job.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def moment_after(text: str, seconds: float) -> datetime | None:
 
 
 def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime | None:
-    """The time by which all pods of this Job must run. It counts from when all have a node: waiting for capacity is excluded.
+    """The time by which all pods of this Job must run, counted from the moment when all have a node: capacity may take longer.
 
-    For a Job without pods the time counts from the start of the Job; None before that. It does not count from the admission by a
-    queue, which comes some moments before the Job controller starts the Job.
+    Without pods it is counted from the start of the Job; None before that. It is not counted from the admission by a queue, which
+    comes some moments before the Job controller starts the Job.
     """
     times = [pod.scheduled or pod.created for pod in pods]
     if batch_job.start_time is not None:

@@ -1,7 +1,7 @@
 """Obstacles to creating a child: leftovers of earlier attempts, or an API server that refuses the write.
 
-Before a Job is created that may not be the first of its role, a live list without label selector must show no other Job and no
-pod that can still run: a filtered watch reports a deletion even if somebody only removes a label.
+Unless a Job is certainly the first of its role, it is created only after a live list without label selector has shown no other
+Job and no pod that can still run: a filtered watch reports a deletion even if somebody only removes a label.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def needs_live_list(observed: Observed) -> bool:
 
 
 def delete_leftovers(observed: Observed, result: PassResult, role: Role) -> bool:
-    """Delete by UID what a live list has shown of earlier attempts, or of this one without its label. Returns whether something
-    must disappear before the next Job may be created; status reports this if it takes long or a node does not answer.
+    """Delete by UID the Jobs and pods of earlier attempts that a live list has shown, or of this one if they lost their label.
+    Returns whether the next Job must wait for them; status reports this if it takes long or a node does not answer.
     """
     status = observed.job.status
     attempt = attempt_of(status, role)
@@ -106,7 +106,7 @@ def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: 
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:
             result.delete_object("Pod", pod.name, pod.uid, force=True)
-        message = f"{place}: the node does not answer, and the profile has the pod deleted by force."
+        message = f"{place}: the node does not answer, so the pod is deleted by force, as the profile demands."
     else:
         message = (
             f"{place}: the node does not answer, and the old rank may still write checkpoints. Once the node is certainly down, "
@@ -124,7 +124,7 @@ def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: 
 
 
 def wait_for_refused_write(observed: Observed, result: PassResult, kind: ConditionType, fix: str = "") -> bool:
-    """Whether the API server has refused to create or change a child, and must not be asked again yet. If it has refused, the
+    """Whether the API server has refused to create or change a child and may not be asked again yet. After a refusal, the
     condition `kind` gets the server's message, followed by `fix`.
 
     The operator waits for a quota; any other refusal needs a human.

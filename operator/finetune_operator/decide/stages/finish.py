@@ -1,4 +1,4 @@
-"""The end of a job: success, failure or cancellation, what is still running after it, and what is kept.
+"""Ends a job (success, failure or cancellation), stops what is still running, and deletes what is not kept.
 
 The outcome is final as soon as it is decided, and nothing is created after that. The job is finished once nothing of it is
 running any more. After its time to live, only the FineTuneJob and its claims are left.
@@ -18,7 +18,7 @@ from finetune_operator.decide.seen.stage import is_started, is_terminal
 from finetune_operator.decide.seen.times import moment_after, timestamp
 
 REQUEUE_SECONDS = 30.0
-"""Pause between two checks while the last pods end. Their events wake the job; the checks are for lost events."""
+"""Pause between two checks while the last pods end. Their events already cause passes; the checks cover lost events."""
 
 
 def finish_succeeded(observed: Observed, result: PassResult, message: str) -> None:
@@ -109,7 +109,7 @@ def stop_deleted(observed: Observed, result: PassResult) -> None:
     stop_running(observed, result)
     running = still_running(observed)
     waits = f"Waiting until {running} has ended." if running else "Everything that it ran has ended."
-    message = f"The job is deleted, and a finalizer holds it. {waits}"
+    message = f"The job is being deleted, and a finalizer keeps it. {waits}"
     for kind in (ConditionType.READY, ConditionType.FINISHED):
         result.condition(kind, False, Reason.STOPPING, message)
     if running:

@@ -1,5 +1,5 @@
-"""The stages before training, without an accelerator: fetch copies model and data to the workspace, preflight checks the real
-model and data.
+"""The stages before training, which need no accelerator: fetch copies model and data to the workspace, and preflight checks
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from finetune_operator.decide.stages.validate_stage import plan_choice
 
 
 def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while something is still to be fetched. Returns whether the next stage may begin."""
+    """Do one pass while fetch is not done. Returns whether the next stage may begin."""
     stage = RoleStage(observed, result, Role.FETCH)
 
     def succeeded(current: JobState) -> bool:
@@ -140,15 +140,15 @@ def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Seque
     elif reason is Reason.SKIPPED:
         message = "spec.preflight.rehearsal is Skip."
     elif reason is Reason.NOT_OBSERVED:
-        message = "Preflight did not say."
+        message = "Preflight did not report it."
     else:
         message = next((finding.message for finding in findings if finding.rule in _REHEARSAL_FINDINGS), "")
     result.condition(ConditionType.REHEARSED, is_passed, reason, message)
 
 
 def _with_choices(choices: list[PlanChoice], facts: Mapping[str, str]) -> list[PlanChoice]:
-    """Fill in the open choices with preflight's. A container may report something that is not a choice, or a choice for a field
-    that is not open; such reports are ignored.
+    """Fill in the choices that were left to preflight. A container may report something that is not a choice, or a choice for
+    another field; such reports are ignored.
     """
     chosen: dict[str, PlanChoice] = {}
     for fact in (f"[{facts.get('resharding', '')}]", facts.get("batches", "")):

@@ -25,7 +25,7 @@ _SHA256_LENGTH = 64
 
 
 def merge_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while the job is trained and nothing is merged yet. Returns whether the next stage may begin."""
+    """Do one pass while the job is trained but not merged. Returns whether the next stage may begin."""
     stage, plan = RoleStage(observed, result, Role.MERGE), run.plan
 
     def succeeded(current: JobState) -> bool:

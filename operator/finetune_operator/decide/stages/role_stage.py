@@ -52,7 +52,7 @@ _WAITING = {
 
 @dataclass(frozen=True)
 class RoleStage:
-    """Works on one role in one pass."""
+    """The common steps of one role in one pass."""
 
     observed: Observed
     result: PassResult
@@ -245,7 +245,7 @@ class RoleStage:
             finish_failed(self.observed, self.result, Reason.STARTUP_DEADLINE_EXCEEDED, message)
 
     def _pauses(self) -> bool:
-        """Whether the pause after the latest failure is still running. The condition was set to report it at that failure."""
+        """Whether the pause after the latest failure is not over. The condition has reported the pause since that failure."""
         status = self.observed.job.status
         latest = latest_of(status, self.role)
         restarts = restarts_of(status, self.role)

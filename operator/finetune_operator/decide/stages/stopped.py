@@ -28,9 +28,9 @@ REFUSED = {
     Role.MERGE: Reason.MERGE_STOPPED,
     Role.PUBLISH: Reason.PUBLISH_REFUSED,
 }
-"""Role -> reason for having stopped because the role found an error in the job."""
+"""Role -> reason that status shows if the role stopped because it found an error in the job."""
 STOPPED = {**REFUSED, Role.FETCH: Reason.FETCH_STOPPED, Role.PREFLIGHT: Reason.PREFLIGHT_STOPPED}
-"""Role -> reason for having stopped for any other cause."""
+"""Role -> reason that status shows if the role stopped for any other cause."""
 _WHAT_TO_DO = {
     Role.FETCH: "Fix the source or the Secret and increase spec.run.retry, or apply a corrected manifest as a new job.",
     Role.PREFLIGHT: "Fix the cause and increase spec.run.retry, or apply a corrected manifest as a new job.",
@@ -88,7 +88,7 @@ def _is_verdict(failure: Failure) -> bool:
 
 
 def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
-    """Wait while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. Returns whether it was
+    """Wait while the role is stopped, and begin its next attempt once `spec.run.retry` is increased. Returns whether the role was
     stopped.
     """
     job = observed.job
@@ -101,7 +101,7 @@ def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
 
 
 def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bool:
-    """If `spec.run.retry` was increased, begin the next attempt of the role with a full budget. Returns whether it was."""
+    """If `spec.run.retry` was increased, begin the next attempt of the role with a full budget. Returns whether it began."""
     job = observed.job
     if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
         return False

@@ -85,7 +85,7 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
 
 
 def _lift_gate(stage: RoleStage, _limits: Elasticity | None, current: JobState, batch_job: BatchJobView) -> bool:
-    """Let the queue admit a Job that has waited there during preflight.
+    """Remove our gate, so that the queue can admit a Job that has waited there during preflight. Returns whether it had the gate.
 
     A gate on a Job that is already running is ignored: anybody may have written it there.
     """
@@ -110,7 +110,7 @@ def queue_of_growth(observed: Observed, now: datetime) -> str | None:
 
 
 def _resize(stage: RoleStage, limits: Elasticity | None, current: JobState, batch_job: BatchJobView) -> bool:
-    """End the attempt to continue on the nodes that it got, or to ask for fewer or for all of them. Returns whether it did."""
+    """End the attempt to continue on the nodes that it got, or to ask for fewer or all nodes. Returns whether it ended."""
     if limits is None:
         return False
     now, status = stage.result.now, stage.observed.job.status
@@ -125,9 +125,9 @@ def _resize(stage: RoleStage, limits: Elasticity | None, current: JobState, batc
             stage.result.requeue_at(since + limits.shrink_after)
     if current.state is State.WAITING and current.pending is not None and current.pending.is_capacity:
         since = batch_job.start_time or batch_job.created
-        came = nodes_that_came(limits, stage.nodes, current.pods, since, now)
-        if came is not None:
-            stage.resize(came, f"{came} of {stage.nodes} pods had a node within {waited:.0f} s.", batch_job)
+        placed = nodes_that_came(limits, stage.nodes, current.pods, since, now)
+        if placed is not None:
+            stage.resize(placed, f"{placed} of {stage.nodes} pods had a node within {waited:.0f} s.", batch_job)
             return True
         if now < since + limits.shrink_after:
             stage.result.requeue_at(since + limits.shrink_after)
@@ -136,7 +136,7 @@ def _resize(stage: RoleStage, limits: Elasticity | None, current: JobState, batc
         progress = None
     may_grow = current.state is State.RUNNING and (not limits.is_queued or stage.observed.waiting_in_queue == 0)
     if may_grow and grows(limits, stage.nodes, status.attempts, now, progress=progress, before=status.progress):
-        stage.resize(limits.most, f"Attempt {stage.attempt} has saved and may grow.", batch_job)
+        stage.resize(limits.most, f"Attempt {stage.attempt} has saved a checkpoint and may grow.", batch_job)
         return True
     return False
 
@@ -154,7 +154,7 @@ def _fail_stalled(stage: RoleStage, _limits: Elasticity | None, current: JobStat
         return False
     step = status.progress.step if status.progress is not None else 0
     message = (
-        f"No step after {step} came for spec.run.stallDeadlineSeconds: {spec.run.stall_deadline_seconds} s, while all pods ran."
+        f"All pods run, but no step followed step {step} for {spec.run.stall_deadline_seconds} s (spec.run.stallDeadlineSeconds)."
     )
     result.emit("Warning", Reason.STALL_DEADLINE_EXCEEDED, message)
     stage.fail(Failure(FailureClass.STALLED, message, POLICY[FailureClass.STALLED].advice), batch_job)

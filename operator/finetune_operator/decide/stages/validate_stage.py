@@ -108,7 +108,7 @@ def _accepted_plan(observed: Observed, result: PassResult) -> RunPlan | None:
             field="spec",
             value="",
             message=f"The manifest is not valid: {job.spec_error}",
-            fix="Correct these fields; `finetune validate` names what each of them takes.",
+            fix="Correct these fields; `finetune validate` lists the values that each field accepts.",
         )
         result.set(findings=[finding.shortened(MAX_TEXT_LENGTH)])
         return None
@@ -192,11 +192,11 @@ def missing_claims(observed: Observed, *, template_counts: bool) -> str:
     spec = observed.job.spec
     if spec is None:
         return ""
-    made = spec.workspace.volume_claim_template is not None and not template_counts
-    ours = workspace_claim_of(spec, observed.job.name) if made else None
+    is_optional = spec.workspace.volume_claim_template is not None and not template_counts
+    optional = workspace_claim_of(spec, observed.job.name) if is_optional else None
     missing = [
         f"{field}: there is no PersistentVolumeClaim {claim!r} in namespace {observed.job.namespace!r}."
         for claim, field in claims_named_by(spec, observed.job.name).items()
-        if claim not in observed.claims and claim != ours
+        if claim not in observed.claims and claim != optional
     ]
     return " ".join([*missing, "Create it, or name another."]) if missing else ""

@@ -171,7 +171,7 @@ def test_a_training_without_a_new_step_is_restarted_and_counted() -> None:
     status = written(actions)
     assert (status.attempt, status.restarts.counted) == (1, 1)
     assert status.attempts[0].failure is FailureClass.STALLED
-    assert "No step after 7" in status.attempts[0].message
+    assert "no step followed step 7" in status.attempts[0].message
     assert deleted(actions) == ["Job/tune-train-0"]
     assert Reason.STALL_DEADLINE_EXCEEDED in [one.reason for one in actions.events]
 

@@ -72,8 +72,8 @@ def test_a_job_that_has_changed_since_is_not_written_over() -> None:
             "GET /x: 500 : webhook https://***host/ said ***",
         ),
         (ApiError("GET /x", 400, "", "token eyJhbGciOi.J9-x_.a is bad"), "GET /x: 400 : token *** is bad"),
-        (ApiUnreachableError("GET /x: the answer is not JSON: b'...'"), "the API server gives no answer to one of its requests."),
-        (ValueError("input_value='what the manifest says'"), "an unexpected ValueError; its log has more."),
+        (ApiUnreachableError("GET /x: the answer is not JSON: b'...'"), "the API server does not answer."),
+        (ValueError("input_value='what the manifest says'"), "an unexpected ValueError; see the operator's log."),
     ],
 )
 def test_words_have_no_secrets(error: Exception, expected: str) -> None:

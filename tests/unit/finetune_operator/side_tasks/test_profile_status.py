@@ -71,7 +71,7 @@ def test_each_profile_says_whether_jobs_can_name_it() -> None:
     platform.put("bad", **SAYS_TWICE)
     platform.put("closed", **VALID, allowedNamespaces=[])
     assert platform.settle() == 3
-    assert platform.ready("good") == ("True", "Accepted", "Jobs can name it.")
+    assert platform.ready("good") == ("True", "Accepted", "Jobs can use this profile.")
     status, reason, message = platform.ready("bad")
     assert (status, reason) == ("False", "ProfileInvalid")
     assert message.startswith("FineTuneProfile 'bad' is not valid: spec.pods.train.extraResources: ")
@@ -108,7 +108,7 @@ def test_a_refused_write_ends_nothing(code: int, again: int) -> None:
     platform.api.fail["patch"] = [ApiError("PATCH", code, "", "no")]
     with capture_logs() as logs:
         platform.settle()
-    assert [line["event"] for line in logs] == ([] if again else ["the status of a profile was not written"])
+    assert [line["event"] for line in logs] == ([] if again else ["profile status not written"])
     # A conflict means that another object of that name came: it is judged when the watch shows it.
     assert platform.settle() == again
 

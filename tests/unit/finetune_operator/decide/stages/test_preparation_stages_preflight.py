@@ -55,8 +55,8 @@ NOT_DONE = Finding(
         ),
         ({"rehearsal": "NotDone"}, [NOT_DONE], ("False", "NotRehearsed"), "the job could not be tried to the end."),
         ({"rehearsal": "Skipped"}, [], ("False", "Skipped"), "spec.preflight.rehearsal is Skip."),
-        ({"rehearsal": "else"}, [], ("Unknown", "NotObserved"), "Preflight did not say."),
-        ({}, [], ("Unknown", "NotObserved"), "Preflight did not say."),
+        ({"rehearsal": "else"}, [], ("Unknown", "NotObserved"), "Preflight did not report it."),
+        ({}, [], ("Unknown", "NotObserved"), "Preflight did not report it."),
     ],
 )
 def test_how_the_rehearsal_went_is_a_condition(

@@ -184,7 +184,7 @@ def test_a_profile_is_for_the_namespaces_that_it_names(allowed: list[str] | None
     else:
         assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED)
         said = message(actions, ConditionType.STALLED)
-        assert "FineTuneProfile 'default' is not for namespace 'team' (allowedNamespaces)" in said
+        assert "FineTuneProfile 'default' does not allow namespace 'team' (allowedNamespaces)" in said
         assert created(actions) == []
 
 
@@ -199,7 +199,7 @@ def test_a_profile_is_for_the_namespaces_that_its_selector_selects() -> None:
             assert condition(actions, ConditionType.VALIDATED)[0] == "True", selector
         else:
             assert condition(actions, ConditionType.STALLED) == ("True", Reason.PROFILE_NOT_ALLOWED), selector
-            assert "is not for namespace 'team', whose labels are not those of its namespaceSelector" in message(
+            assert "does not allow namespace 'team', whose labels do not match its namespaceSelector" in message(
                 actions, ConditionType.STALLED
             )
             assert (created(actions), actions.requeue_after_seconds) == ([], 30)
