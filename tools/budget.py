@@ -1,7 +1,7 @@
-"""`python -m tools.budget`: no package has more lines of Python, or docstrings that are no sentences, than budget.toml allows it.
+"""`python -m tools.budget`: check that no package has more lines of Python, or more faulty docstrings, than budget.toml allows.
 
-`--lower` writes the numbers of the tree into budget.toml where they are lower. A number that rises is changed by hand, with the
-reason next to it.
+`--lower` writes the current numbers into budget.toml where they are lower. A number is raised by hand, with the reason next to
+it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def counted() -> dict[str, dict[str, int]]:
 
 
 def exceeded(numbers: Mapping[str, Mapping[str, int]], budget: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """Name each number that is above its budget. A package without a budget may have nothing."""
+    """Describe each number that is above its budget. The budget of a package that budget.toml does not list is zero."""
     return [
         f"[{table}] {package}: {number:,}, and budget.toml allows {budget[table].get(package, 0):,}"
         for table, row in numbers.items()
@@ -41,7 +41,7 @@ def exceeded(numbers: Mapping[str, Mapping[str, int]], budget: Mapping[str, Mapp
 
 
 def lowered(text: str, table: str, numbers: Mapping[str, int]) -> str:
-    """Return budget.toml's text with the numbers of a table that are too high replaced by those that were counted."""
+    """Return budget.toml's text with the budgets of a table lowered to the counted numbers."""
     head, title, rest = text.partition(f"[{table}]\n")
     body, separator, tail = rest.partition("\n[")
     for package, number in numbers.items():
@@ -54,7 +54,7 @@ def lowered(text: str, table: str, numbers: Mapping[str, int]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare the tree with the budget. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.budget", description=__doc__)
-    parser.add_argument("--lower", action="store_true", help="write the numbers of the tree where they are lower")
+    parser.add_argument("--lower", action="store_true", help="write the current numbers into budget.toml where they are lower")
     options = parser.parse_args(arguments)
     numbers, text = counted(), FILE.read_text(encoding="utf-8")
     if options.lower:
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for problem in problems:
         print(problem, file=sys.stderr)
     if problems:
-        print("take lines out, or raise the number with the reason next to it; tools/prose.py lists docstrings", file=sys.stderr)
+        print("remove lines, or raise the number with the reason next to it; tools/prose.py lists docstrings", file=sys.stderr)
     return 1 if problems else 0
 
 

@@ -1,4 +1,4 @@
-"""The chart's README: every value with its default and its meaning, from values.yaml and its comments.
+"""Generates the chart's README: every value with its default and its meaning, from values.yaml and its comments.
 
 `python -m tools.chart_readme` writes it.
 """
@@ -37,8 +37,8 @@ How to install, upgrade and uninstall it, what a profile holds, and who may do w
 
 
 def comments(text: str) -> dict[str, str]:
-    """The comment above each key of the values, by `part.part`."""
-    found: dict[str, str] = {}
+    """Return the comment above each key of the values, by the key's path, such as `image.tag`."""
+    by_path: dict[str, str] = {}
     block: list[str] = []
     path: list[tuple[int, str]] = []
     for line in text.splitlines():
@@ -49,15 +49,15 @@ def comments(text: str) -> dict[str, str]:
         elif key is not None:
             indent = len(key[1])
             path = [*(part for part in path if part[0] < indent), (indent, key[2])]
-            found[".".join(name for _, name in path)] = " ".join(block)
+            by_path[".".join(name for _, name in path)] = " ".join(block)
             block = []
         else:
             block = []
-    return found
+    return by_path
 
 
 def rows(values: dict[str, Any], schema: dict[str, Any], meaning: dict[str, str], place: str = "") -> list[str]:
-    """A row for each value, and one for each group of values that has a comment."""
+    """Return a table row for each value, and for each group of values that has a comment."""
     lines = []
     for name, value in values.items():
         path = f"{place}.{name}".lstrip(".")
@@ -73,7 +73,7 @@ def rows(values: dict[str, Any], schema: dict[str, Any], meaning: dict[str, str]
 
 
 def text() -> str:
-    """The whole page."""
+    """Return the whole page."""
     written = (CHART / "values.yaml").read_text()
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     head = _HEAD.format(description=chart["description"], kubernetes=chart["kubeVersion"].removesuffix("-0"))

@@ -1,6 +1,6 @@
 """Write the chart's Grafana dashboards: `python -m tools.dashboards`.
 
-tools/dashboards.yaml says what each panel asks. The data source is a variable, and nothing in the files names one installation.
+tools/dashboards.yaml has the queries of each panel. The data source is a variable, so the files fit every installation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def document(name: str) -> Part:
             x, y = 0, y + panels[-1]["gridPos"]["h"]
         panels.append(_panel(number, panel, {"x": x, "y": y, "w": width, "h": height}))
         x += width
-    # The costs of several teams can be seen at once.
+    # A dashboard may show the costs of several teams at once.
     many = {"multi": True, "includeAll": True, "allValue": ".*"} if name == "team" else {}
     variables = [
         {"name": variable, "type": "query", "datasource": SOURCE, "query": query, "refresh": 2, "sort": 1, **many}
@@ -80,7 +80,7 @@ def _queries(panel: Part) -> dict[str, str]:
 
 
 def text(name: str) -> str:
-    """Return the file of a dashboard, with a line for each panel."""
+    """Return the JSON of a dashboard, with one line for each panel."""
     content = document(name)
     panels = ",\n".join(json.dumps(panel) for panel in content.pop("panels"))
     head = json.dumps(content)[:-1]
@@ -88,10 +88,10 @@ def text(name: str) -> str:
 
 
 def queries(name: str) -> list[tuple[str, str]]:
-    """Return title and expression of everything that a dashboard asks."""
+    """Return title and expression of every query of a dashboard."""
     dashboard = DASHBOARDS[name]
-    asked = [(panel["title"], expression) for panel in dashboard["panels"] for expression in _queries(panel).values()]
-    return [*asked, *dashboard.get("annotations", {}).items()]
+    of_panels = [(panel["title"], expression) for panel in dashboard["panels"] for expression in _queries(panel).values()]
+    return [*of_panels, *dashboard.get("annotations", {}).items()]
 
 
 if __name__ == "__main__":

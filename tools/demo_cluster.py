@@ -1,4 +1,4 @@
-"""`make demo-cluster`: a real node, the chart, the example with 2 pods x 2 ranks, followed to its end."""
+"""`make demo-cluster`: install the chart on a real node, and run the example with 2 pods x 2 ranks to its end."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ EXAMPLE = "examples/quickstart-cluster.yaml"
 
 
 def main() -> int:
-    """Returns the exit code: 0 when the job succeeded and its merged model loads without PEFT."""
+    """Run the demo. Returns the exit code: 0 if the job succeeded and its merged model loads without PEFT."""
     reason = unsupported_reason()
     if reason is not None:
         print(f"demo-cluster: {reason}", file=sys.stderr)

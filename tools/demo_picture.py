@@ -1,6 +1,6 @@
 """`python -m tools.demo_picture`: draw docs/pictures/demo.svg from docs/pictures/demo.txt, which `make demo` printed.
 
-The recording leaves out the command lines of make, its first warning, progress bars, and the machine's own paths.
+The recording does not contain the command lines of make, its first warning, progress bars, or paths of the machine.
 """
 
 from __future__ import annotations

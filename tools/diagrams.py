@@ -1,4 +1,4 @@
-"""`python -m tools.diagrams`: draw each docs/pictures/*.toml, boxes on a grid and arrows between them, as an SVG next to it."""
+"""`python -m tools.diagrams`: draw each docs/pictures/*.toml (boxes on a grid, with arrows between them) as an SVG."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PICTURES = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 WIDTH, HEIGHT, GAP_X, GAP_Y, MARGIN, TITLE = 190, 78, 46, 56, 24, 34
 LINE_HEIGHT, ARC = 17, 22
 FILLS = {"": "#eef4ff", "pod": "#e8f7ec", "end": "#fff1e5"}
-"""Fill of a box by its kind: a step, a pod of a job, or something outside or final."""
+"""Fill colour of a box by its kind: a step, a pod of a job, or something outside or final."""
 _HEAD = (
     '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
     '<path d="M0 0 L8 4 L0 8 z" fill="#57606a"/></marker></defs>'
@@ -19,7 +19,7 @@ _HEAD = (
 
 
 def picture(source: dict[str, Any]) -> str:
-    """Draw a diagram. Raises KeyError if an arrow names a box that is not there."""
+    """Draw a diagram. Raises KeyError if an arrow names an unknown box."""
     corners = {
         box["id"]: (MARGIN + column * (WIDTH + GAP_X), MARGIN + TITLE + row * (HEIGHT + GAP_Y))
         for box in source["box"]
@@ -57,7 +57,7 @@ def _box(box: dict[str, Any], x: int, y: int) -> str:
 
 
 def _arrow(start: tuple[int, int], end: tuple[int, int], *, is_over: bool) -> str:
-    """An arrow from box to box; is_over: it passes above the boxes between them."""
+    """Draw an arrow from one box to another. is_over: whether it passes above the boxes between them."""
     (x, y), (to_x, to_y) = start, end
     middle = HEIGHT // 2
     if is_over:
@@ -80,7 +80,7 @@ def _arrow(start: tuple[int, int], end: tuple[int, int], *, is_over: bool) -> st
 
 
 def main() -> None:
-    """Draw all of them."""
+    """Draw all diagrams."""
     for path in sorted(PICTURES.glob("*.toml")):
         path.with_suffix(".svg").write_text(picture(tomllib.loads(path.read_text())))
 

@@ -1,11 +1,11 @@
-"""`python -m tools.mutation --count 100`: break the pure packages in one place at a time; each time a unit test should fail.
+"""`python -m tools.mutation --count 100`: change the pure packages in one place at a time, and check that a unit test fails.
 
-cosmic-ray makes the mutants; this program draws some of all that there are (the seed is printed), changes a copy of the tree,
-and runs the unit tests of the changed module there. Mutants that no test notices are printed as a diff. The score of a run over
+cosmic-ray makes the mutants. This program draws a random sample (and prints its seed), applies each to a copy of the tree, and
+runs the unit tests of the changed module there. Mutants that no test notices are printed as a diff. The score of a run over
 all packages is added to bench/results/mutation.json.
 
-cosmic-ray and not mutmut: mutmut 3.8 names a module by its path, so it calls those below `operator/` `operator.finetune_job...`
-and finds no test that reaches them.
+mutmut 3.8 cannot be used: it names a module by its path, so it calls those below `operator/` `operator.finetune_job...` and finds
+no test that reaches them.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ OPERATORS = (
     *("ReplaceUnaryOperator_Delete_Not", "ReplaceUnaryOperator_Delete_USub", "NumberReplacer", "ExceptionReplacer"),
     *("ReplaceBreakWithContinue", "ReplaceContinueWithBreak", "ZeroIterationForLoop"),
 )
-"""Changes that a person could have made by mistake. The others of cosmic-ray mostly break the import or change types only."""
+"""Changes that a person could make by mistake. cosmic-ray's other operators mostly break the import or change only types."""
 SPARE_SECONDS = 60.0
-"""Tests may take three times as long with a mutant as without, and this much longer."""
+"""Tests with a mutant may take three times as long as without it, plus this time."""
 _PYTEST = ("-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not nightly")
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of one module."""
+    """One change in one module."""
 
     module: str
     """The path of the module below `operator/`."""
     operator: str
     occurrence: int
-    """The number of the place, among those of the module where the operator applies."""
+    """Index of the changed place among all places of the module where the operator applies."""
 
     @property
     def path(self) -> Path:
@@ -78,7 +78,7 @@ def _operator(name: str) -> Any:
 
 
 def mutants_of(module: str) -> Iterator[Mutant]:
-    """Yield the mutants of a module, named by its path below `operator/`, without those of decorators: they change no result."""
+    """Yield the mutants of a module, named by its path below `operator/`. Decorators are left out: they change no result."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
     source = (ROOT / "operator" / module).read_text(encoding="utf-8")
@@ -97,7 +97,7 @@ def modules(only: Sequence[str] = ()) -> list[str]:
 
 
 def tests_of(module: str) -> tuple[list[str], list[str]]:
-    """List the test files of a module: first those that have its name or import it, then the others of its folder."""
+    """List the test files of a module: those that have its name or import it, and the others in its folder."""
     folder = ROOT / "tests" / "unit" / Path(module).parent
     while not list(folder.glob("test_*.py")):
         folder = folder.parent
@@ -148,10 +148,10 @@ class Copy:
                 process.wait()
 
     def notices(self, mutant: Mutant) -> bool:
-        """Return whether a test fails with the mutant, or takes far too long.
+        """Return whether a test fails or times out with the mutant.
 
         Raises:
-            SystemExit: the tests fail without it.
+            SystemExit: the tests fail without the mutant.
         """
         return any(self._fails(mutant, tests) for tests in tests_of(mutant.module) if tests)
 
@@ -181,17 +181,17 @@ def score(mutants: Sequence[Mutant], survivors: Sequence[Mutant]) -> dict[str, s
     """Return for each package how many of its mutants were noticed, as `noticed/all`."""
     scores = {}
     for folder in PURE:
-        drawn, missed = (sum(one.module.startswith(f"{folder}/") for one in group) for group in (mutants, survivors))
+        drawn, missed = (sum(mutant.module.startswith(f"{folder}/") for mutant in group) for group in (mutants, survivors))
         scores[folder] = f"{drawn - missed}/{drawn}"
     return scores
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Draw mutants, test each, and return the exit code."""
+    """Draw mutants and test each. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutation", description=__doc__)
     parser.add_argument("--count", type=int, default=100, help="how many mutants are drawn")
-    parser.add_argument("--seed", type=int, default=None, help="of the draw; the time if left out")
-    parser.add_argument("--only", nargs="*", default=[], metavar="PATH", help="below operator/, as finetune_memory/pace.py")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the draw; default: the current time")
+    parser.add_argument("--only", nargs="*", default=[], metavar="PATH", help="modules below operator/: finetune_memory/pace.py")
     options = parser.parse_args(arguments)
     seed = int(time.time()) if options.seed is None else options.seed
     mutants = [mutant for module in modules(options.only) for mutant in mutants_of(module)]
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     survivors: list[Mutant] = []
     with tempfile.TemporaryDirectory(prefix="mutation-") as directory:
         copy = Copy(Path(directory))
-        for mutant in sorted(drawn, key=lambda one: one.module):
+        for mutant in sorted(drawn, key=lambda mutant: mutant.module):
             if not copy.notices(mutant):
                 survivors.append(mutant)
                 print(f"not noticed: {mutant.path}, {mutant.operator}\n{difference(mutant)}", flush=True)

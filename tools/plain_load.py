@@ -13,7 +13,7 @@ ABSENT = ("peft", "finetune_trainer", "finetune_job")
 
 
 class _WithoutAbsent:
-    """Passes a finder's answers on, but finds nothing of the packages that are to be absent, as if they were not installed."""
+    """Wraps a finder, and hides the packages in ABSENT as if they were not installed."""
 
     def __init__(self, finder: object) -> None:
         self._finder = finder
@@ -27,8 +27,8 @@ class _WithoutAbsent:
 
 
 def main(directory: str) -> None:
-    """Load model and tokenizer, generate a few tokens, and say so."""
-    gc.disable()  # libraries are a million objects that a short life never frees
+    """Load model and tokenizer, generate a few tokens, and print the result."""
+    gc.disable()  # the libraries have a million objects, none of which this short process frees
     sys.meta_path[:] = [cast("MetaPathFinder", _WithoutAbsent(finder)) for finder in sys.meta_path]
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -45,5 +45,5 @@ def main(directory: str) -> None:
 if __name__ == "__main__":
     main(sys.argv[1])
     sys.stdout.flush()
-    # Taking torch's modules apart would take a second.
+    # Unloading torch's modules would take a second.
     os._exit(0)

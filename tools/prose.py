@@ -1,8 +1,8 @@
-"""`python -m tools.prose PACKAGE`: the docstrings of a package of the product that are no sentences or have avoided words.
+"""`python -m tools.prose PACKAGE`: list the docstrings of a package that are no sentences or contain avoided words.
 
-A docstring here is also the string below an assignment. It is refused if it begins like a part of a sentence ("Of the
-embeddings.", "Those that train.") and has no main clause; whether it has one is guessed from its commas and verbs. Each package
-has an allowance in budget.toml, which tools/budget.py compares with what is here.
+The string below an assignment also counts as a docstring. A docstring is faulty if it begins like a part of a sentence ("Of the
+embeddings.", "Those that train.") and has no main clause, which is guessed from its commas and verbs. budget.toml limits the
+faults of each package, and tools/budget.py checks that.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ PRODUCT = {
 }
 """The directory of each package of the product."""
 CONDITIONS = ("If", "Until")
-"""Words that begin a clause, after whose comma a sentence has its main clause: "If the run ends, its pods stay."."""
+"""Words that begin a clause; the main clause follows its comma: "If the run ends, its pods stay."."""
 PHRASES = ("As", "At", "Beyond", "By", "For", "From", "In", "Of", "On", "So", "To", "With", "Without")
-"""Words that begin a phrase, after whose comma a sentence has its verb: "In a gang, all ranks are equal."."""
+"""Words that begin a phrase; a verb must follow its comma: "In a gang, all ranks are equal."."""
 CLAUSES = ("That", "The same", "Those", "What", "Which", "Who")
-"""Words that begin what may be the subject of a sentence, which has a verb of its own: "What is left is removed."."""
+"""Words that begin a subject clause, so that the sentence needs two verbs: "What is left is removed."."""
 VERBS = (
     *("am", "are", "can", "cannot", "did", "do", "does", "had", "has", "have", "is", "may", "must", "need", "needs"),
     *("should", "was", "were", "will", "would"),
 )
 """Verbs by which a main clause is recognised. Others cannot be told from nouns without a grammar."""
 AVOIDED = ("anew", "nobody", "tell", "tells", "told", "wherein", "wish", "wishes")
-"""Words for which plain English has another: "report", "no user", "unknown", "again", "setting"."""
+"""Words that plain English replaces, for example by "report", "no user", "again" or "setting"."""
 _FIRST_SENTENCE = re.compile(r"\A(.*?)(?:[.:;](?:\s|\Z)|\Z)", re.DOTALL)
 _IS_CONDITION = re.compile(rf"(?:{'|'.join(CONDITIONS)})\b")
 _IS_PHRASE = re.compile(rf"(?:{'|'.join(PHRASES)})\b")
@@ -46,7 +46,7 @@ _AVOIDED = re.compile(rf"\b(?:{'|'.join(AVOIDED)})\b", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with a docstring, and where it is."""
+    """A fault of a docstring, and its place."""
 
     path: Path
     line: int

@@ -1,8 +1,8 @@
-"""`python -m tools.quickstart DIR`: the claims that examples/quickstart.yaml names, as directories under DIR.
+"""`python -m tools.quickstart DIR`: create the claims that examples/quickstart.yaml names, as directories under DIR.
 
     DIR/models/tiny-llama    a Llama of one million random parameters in three safetensors shards, with its tokenizer
-    DIR/data/*.jsonl         pairs of a function's signature and the first sentence of its docstring, from Python's standard
-    library DIR/models-out           empty: results
+    DIR/data/*.jsonl         pairs of a function's signature and its docstring's first sentence, from the standard library
+    DIR/models-out           empty: results
     DIR/workspace            empty: prepared data, checkpoints, logs
 
 Nothing is downloaded, and the same Python and libraries give the same files. Takes about ten seconds.
@@ -27,7 +27,7 @@ MODEL_CLAIM, DATA_CLAIM, OUTPUT_CLAIM, WORKSPACE_CLAIM = "models", "data", "mode
 MODEL_NAME = "tiny-llama"
 VOCABULARY_SIZE = 1024
 NUM_PAIRS = 640
-"""Kept few, so that the whole quick start takes well under a minute on two cores."""
+"""Number of pairs: few, so that the whole quick start takes well under a minute on two cores."""
 HELD_OUT_SHARE = 8
 """One pair in this many is held out."""
 _HOLD_STATEMENTS = ast.stmt, ast.excepthandler, ast.match_case
@@ -42,14 +42,14 @@ TINY_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": False,
     "initializer_range": 0.12,
 }
-"""LlamaConfig without its vocabulary: small enough for two cores, with grouped-query attention as in the real models.
+"""LlamaConfig without its vocabulary: small enough for two cores, with grouped-query attention like real models.
 
-The weights are wider than usual: an output head of the usual width gives logits so flat that no adapter can bend them much.
+The initial weights are larger than usual: with the usual ones, the logits are so flat that no adapter can change them much.
 """
 
 
 def make_claims(directory: Path) -> None:
-    """Everything the quick start needs, below `directory`."""
+    """Create everything that the quick start needs, below `directory`."""
     pairs = docstring_pairs(NUM_PAIRS)
     train, held_out = split(pairs)
     for claim in (MODEL_CLAIM, DATA_CLAIM, OUTPUT_CLAIM, WORKSPACE_CLAIM):
@@ -60,7 +60,7 @@ def make_claims(directory: Path) -> None:
 
 
 def docstring_pairs(limit: int) -> list[dict[str, str]]:
-    """At most `limit` pairs {prompt, completion}, chosen by the digest of the prompt, so from all over the library."""
+    """Return at most `limit` pairs {prompt, completion}, chosen by the digest of the prompt and thus from the whole library."""
     library = Path(sysconfig.get_path("stdlib"))
     skipped = {"test", "tests", "idlelib", "lib2to3", "site-packages", "__pycache__"}
     pairs: dict[str, str] = {}
@@ -72,18 +72,18 @@ def docstring_pairs(limit: int) -> list[dict[str, str]]:
 
 
 def split(pairs: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Training pairs and held-out pairs; `pairs` come in random order already."""
+    """Return training pairs and held-out pairs; `pairs` are in random order already."""
     num_held_out = len(pairs) // HELD_OUT_SHARE
     return pairs[num_held_out:], pairs[:num_held_out]
 
 
 def write_json_lines(path: Path, records: list[dict[str, str]]) -> None:
-    """One record per line."""
+    """Write one record per line."""
     path.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
 
 
 def make_model(directory: Path, texts: list[str], config: dict[str, Any] | None = None, max_shard_size: str = "2MB") -> None:
-    """A Llama with random weights (seed 0) and a byte-level BPE tokenizer trained on `texts`; `config` overrides TINY_LLAMA."""
+    """Write a Llama with random weights (seed 0) and a tokenizer trained on `texts`; `config` overrides TINY_LLAMA."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,7 +106,7 @@ def make_model(directory: Path, texts: list[str], config: dict[str, Any] | None 
 
 
 def make_tokenizer(texts: list[str]) -> Any:
-    """A byte-level BPE tokenizer of at most VOCABULARY_SIZE tokens that knows every text."""
+    """Train a byte-level BPE tokenizer of at most VOCABULARY_SIZE tokens on these texts."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -135,7 +135,7 @@ def _pairs(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """In the order of `ast.walk`, which would visit all expressions as well, ten times as many nodes."""
+    """Yield functions in the order of `ast.walk`, but without visiting expressions, which are nine of ten nodes."""
     waiting: deque[ast.AST] = deque([tree])
     while waiting:
         node = waiting.popleft()
@@ -145,7 +145,7 @@ def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunction
 
 
 def main() -> None:
-    gc.disable()  # libraries and syntax trees are a million objects that a short life never frees
+    gc.disable()  # libraries and syntax trees have a million objects, none of which this short process frees
     parser = argparse.ArgumentParser(description="Make the claims of examples/quickstart.yaml as directories.")
     parser.add_argument("directory", type=Path)
     make_claims(parser.parse_args().directory)

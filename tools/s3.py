@@ -31,7 +31,7 @@ class S3Server:
     server: Component
 
     def make_bucket(self, name: str) -> None:
-        """Make a bucket, if it is not there."""
+        """Create a bucket if it does not exist."""
         (self.buckets / name).mkdir(exist_ok=True)
 
     def client(self) -> Any:
@@ -47,14 +47,14 @@ class S3Server:
             client.put_object(Bucket=name, Key=key, Body=content)
 
     def objects(self, name: str, prefix: str) -> dict[str, bytes]:
-        """Return the objects of a bucket below a prefix, by the rest of their keys."""
+        """Return the objects of a bucket below a prefix, by their keys without the prefix."""
         client, below = self.client(), f"{prefix}/"
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=name, Prefix=below)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
         return {key.removeprefix(below): client.get_object(Bucket=name, Key=key)["Body"].read() for key in keys}
 
     def environment(self) -> dict[str, str]:
-        """What a client's environment needs to get in."""
+        """Return the environment variables with a client's credentials."""
         return {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KEY}
 
 
@@ -62,8 +62,8 @@ class S3Server:
 def running_s3(program: Path, directory: Path, host: str = "127.0.0.1") -> Iterator[S3Server]:
     """Start `program` (versitygw) with its files below `directory`, on a free port of `host`."""
     buckets, metadata = directory / "buckets", directory / "metadata"
-    for each in (buckets, metadata):
-        each.mkdir(parents=True)
+    for folder in (buckets, metadata):
+        folder.mkdir(parents=True)
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])

@@ -1,6 +1,6 @@
-"""The product on a real node, as a platform team would install it: cluster, images, chart, claims, and jobs applied to it.
+"""Installs the product on real nodes, as a platform team would (cluster, images, chart, claims), and applies jobs.
 
-Used by the end-to-end tests, `make demo-cluster` and `make bench-chain`.
+The end-to-end tests, `make demo-cluster` and `make bench-chain` use it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROOT = Path(__file__).resolve().parents[1]
 SYSTEM_NAMESPACE = "finetune-system"
 NAMESPACE = "team"
 MONITORING_NAMESPACE = "monitoring"
-"""Of those who may read metrics; a test that needs it makes it."""
+"""Namespace whose pods may read metrics; a test that needs it creates it."""
 RESTRICTED = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn", "audit")}
 USER_ID = 1000650000
-"""As platforms assign it that give each namespace a range of its own."""
+"""User id of pods, as assigned by platforms that give each namespace its own range."""
 CLAIMS = ("models", "data", "models-out", "workspace")
 SHARED_VOLUMES = 6
-"""Volumes of the default storage class, for workspace claims made from a template."""
+"""Number of volumes of the default storage class, for workspace claims from a template."""
 STORAGE_CLASS = "shared"
 RELEASE = "finetune"
 DNS = f"{network.BRIDGE_ADDRESS}/32"
@@ -52,7 +52,7 @@ _END_SECONDS = 900.0
 class Stack:
     """Context manager: nodes with the operator installed and a namespace whose claims hold the quickstart's inputs.
 
-    The operator runs on the first node, so that another's loss is not the operator's. `values`: more of its chart's.
+    The operator runs on the first node, so that the loss of another node does not affect it. `values`: further chart values.
     """
 
     def __init__(self, nodes: int = 1, **values: Any) -> None:
@@ -98,11 +98,11 @@ class Stack:
         return self.directory / "claims" / name
 
     def workspace(self, name: str) -> Path:
-        """Directory of a job on whichever volume its workspace claim was bound to."""
-        found = list(self.directory.glob(f"claims/*/{name}-????????"))
-        if len(found) != 1:
-            raise ClusterError(f"{name} has {len(found)} workspace directories: {found}")
-        return found[0]
+        """Directory of a job on the volume that its workspace claim was bound to."""
+        directories = list(self.directory.glob(f"claims/*/{name}-????????"))
+        if len(directories) != 1:
+            raise ClusterError(f"{name} has {len(directories)} workspace directories: {directories}")
+        return directories[0]
 
     def _make_claims(self) -> None:
         claims = self.directory / "claims"
@@ -117,7 +117,7 @@ class Stack:
             directory = claims / f"shared-{number}"
             directory.mkdir()
             self.apply(volume(NAMESPACE, directory.name, directory, storage_class=STORAGE_CLASS))
-        # As a new volume is: root's, and written by nobody else. What lets a pod write is the group that the profile gives it.
+        # Like a new volume: owned by root, and writable only for root. Pods may write because of the group from the profile.
         for path in [claims, *claims.rglob("*")]:
             path.chmod(0o755 if path.is_dir() else 0o644)
 
@@ -135,7 +135,7 @@ class Stack:
                 "dnsTo": [{"ipBlock": {"cidr": DNS}}],
                 "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": MONITORING_NAMESPACE}}}],
             },
-            # Of a test whose image comes late.
+            # For a test whose image arrives late.
             "admission": {"operator": {"images": ["docker.io/library"]}},
             "profiles": {
                 "default": {
@@ -168,15 +168,14 @@ class Stack:
         self.cluster.kubectl("apply", "-f", "-", input="\n".join(map(json.dumps, documents)))
 
     def upload(self, bucket: str, directory: Path) -> str:
-        """Put the files of a directory into a bucket of the object store; the name of a Secret that opens it."""
+        """Upload the files of a directory to a bucket of the object store. Returns the name of a Secret with its credentials."""
         self.s3.upload(bucket, {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.glob("*.*"))})
         secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": bucket, "namespace": NAMESPACE}}
         self.apply({**secret, "stringData": self.s3.environment()})
         return bucket
 
     def apply_example(self, path: str, spec: dict[str, Any] | None = None, **metadata: str) -> str:
-        """Apply an example of the project in the namespace, under another name where one is given, with parts of its spec
-        replaced.
+        """Apply an example of the project in the namespace. `spec` replaces parts of its spec, and `metadata` of its metadata.
 
         Returns the job's name.
         """
@@ -211,7 +210,7 @@ class Stack:
 
     @contextmanager
     def without_enforcement(self) -> Iterator[None]:
-        """Let all pods reach each other, as on a cluster whose network knows no policies."""
+        """Let all pods reach each other, as on a cluster whose network does not enforce policies."""
         self._enforcement.close()
         try:
             yield
@@ -219,16 +218,16 @@ class Stack:
             self.policies = self._enforcement.enter_context(self.cluster.enforced_policies())
 
     def operator_pod(self) -> dict[str, Any]:
-        """The operator's pod that runs."""
+        """The running pod of the operator."""
         (pod,) = [
-            one
-            for one in self.objects("pods", "app.kubernetes.io/name=finetune-operator", SYSTEM_NAMESPACE)
-            if one["status"].get("containerStatuses", [{}])[0].get("state", {}).get("running")
+            pod
+            for pod in self.objects("pods", "app.kubernetes.io/name=finetune-operator", SYSTEM_NAMESPACE)
+            if pod["status"].get("containerStatuses", [{}])[0].get("state", {}).get("running")
         ]
         return pod
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = _END_SECONDS) -> Any:
-        """Wait for a condition; on time-out everything that explains it is printed."""
+        """Wait for a condition. Raises ClusterError with `what` if it does not come true in time."""
         return wait_until(_slowly(condition), what, seconds)
 
     def wait_for_condition(self, name: str, *kinds: str) -> dict[str, Any]:
@@ -242,7 +241,7 @@ class Stack:
         return job
 
     def wait_for_step(self, name: str, step: int) -> None:
-        """Wait until training has reached a step, as status shows it."""
+        """Wait until status shows that training has reached a step."""
         self.wait(lambda: self.job(name).get("status", {}).get("progress", {}).get("step", 0) >= step, f"step {step} of {name}")
 
     def kill_container(self, pod: dict[str, Any]) -> None:
@@ -277,26 +276,26 @@ class Stack:
 
 
 def condition_of(job: dict[str, Any], kind: str) -> dict[str, Any]:
-    """One condition of a job; empty while it is not there."""
-    return next((one for one in job.get("status", {}).get("conditions", []) if one["type"] == kind), {})
+    """One condition of a job; empty if the job does not have it yet."""
+    return next((item for item in job.get("status", {}).get("conditions", []) if item["type"] == kind), {})
 
 
 def _slowly(condition: Callable[[], Any]) -> Callable[[], Any]:
-    """A condition that starts a program each time is asked twice a second, not twenty times."""
+    """Wrap a condition so that it is checked at most twice a second, because each check starts a program."""
     last = 0.0
 
-    def asked() -> Any:
+    def checked() -> Any:
         nonlocal last
         time.sleep(max(0.0, last + 0.5 - time.monotonic()))
         result = condition()
         last = time.monotonic()
         return result
 
-    return asked
+    return checked
 
 
 def host_and_port(url: str) -> tuple[str, int]:
-    """Of a URL that has both."""
+    """Return host and port of a URL that has both."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     assert parts.port is not None

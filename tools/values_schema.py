@@ -1,6 +1,6 @@
-"""The parts of the chart's values.schema.json that follow from others: what a profile may hold, and the names of the alerts.
+"""The generated parts of the chart's values.schema.json: the fields of a profile, and the names of the alerts.
 
-`python -m tools.values_schema` writes it into the file; the rest of the file is written by hand.
+`python -m tools.values_schema` writes them into the file; the rest of the file is written by hand.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _OF_THE_CLUSTER = "x-kubernetes-"
 
 
 def profile_definition() -> dict[str, Any]:
-    """JSON schema of a profile's spec. Unlike the definition in the cluster it refuses unknown fields, as helm cannot prune; the
-    trainer image may be missing, because the chart has one.
+    """JSON schema of a profile's spec. Unlike the CRD it refuses unknown fields, because helm cannot prune them. The trainer
+    image may be missing, because the chart has a default.
     """
     schema = _closed(structural_schema(FineTuneProfileSpec))
     schema["required"].remove("trainerImage")
@@ -33,7 +33,7 @@ def profile_definition() -> dict[str, Any]:
 
 def _closed(node: dict[str, Any]) -> dict[str, Any]:
     is_open = f"{_OF_THE_CLUSTER}preserve-unknown-fields" in node
-    # Defaults are the API server's to add.
+    # Only the API server adds defaults.
     kept = {key: value for key, value in node.items() if not key.startswith(_OF_THE_CLUSTER) and key != "default"}
     if "properties" in kept:
         kept["properties"] = {name: _closed(child) for name, child in kept["properties"].items()}
@@ -45,7 +45,7 @@ def _closed(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def alerts_definition() -> dict[str, Any]:
-    """JSON schema of what can be changed of each alert."""
+    """JSON schema of the settings of each alert."""
     override = {
         "type": "object",
         "additionalProperties": False,
@@ -60,7 +60,7 @@ def alerts_definition() -> dict[str, Any]:
 
 
 def text(current: str) -> str:
-    """The file with its generated definitions."""
+    """Return the content of the file with new generated definitions."""
     schema = json.loads(current)
     schema["definitions"][DEFINITION] = profile_definition()
     schema["definitions"]["alerts"] = alerts_definition()

@@ -1,4 +1,4 @@
-"""Volumes on directories of this machine, which every node sees, and claims on them."""
+"""Volumes on directories of this machine, which every node can access, and claims on them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _EVERY_NODE = {"nodeSelectorTerms": [{"matchExpressions": [{"key": "kubernetes.i
 
 
 def volume(namespace: str, name: str, directory: Path, *, storage_class: str, size: str = _SIZE) -> dict[str, Any]:
-    """A volume on a directory of this machine; without a class it is kept for the claim of its name.
+    """Return a volume on a directory of this machine. Without a storage class, it is reserved for the claim of the same name.
 
-    A local volume: the kubelet demands that the directory is there, and gives its files to the group of a pod that has one
-    (`fsGroup`), which it does not do for hostPath volumes.
+    It is a local volume: unlike for hostPath volumes, the kubelet requires that the directory exists, and gives its files to the
+    `fsGroup` of a pod.
     """
     reserved = {} if storage_class else {"claimRef": {"namespace": namespace, "name": name}}
     return {
@@ -33,7 +33,7 @@ def volume(namespace: str, name: str, directory: Path, *, storage_class: str, si
 
 
 def storage_class(name: str, *, is_default: bool = False) -> dict[str, Any]:
-    """A storage class whose volumes are made beforehand."""
+    """Return a storage class whose volumes are created beforehand."""
     annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
     return {
         "apiVersion": "storage.k8s.io/v1",
@@ -44,7 +44,7 @@ def storage_class(name: str, *, is_default: bool = False) -> dict[str, Any]:
 
 
 def bound_claim(namespace: str, name: str) -> dict[str, Any]:
-    """A claim on the volume of that name."""
+    """Return a claim on the volume of that name."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",

@@ -34,7 +34,7 @@ def test_the_manifest_names_an_archive_for_each_platform() -> None:
     assert platforms[3]["uri"] == f"{URL}kubectl-finetune-v0.2.0-darwin-arm64.tar.gz"
     caveats = document["spec"]["caveats"]
     assert "On macOS it needs Python 3.11" in caveats
-    assert "On Linux it brings its own" in caveats
+    assert "On Linux, the plugin contains its own Python" in caveats
 
 
 def test_where_every_archive_brings_its_python_there_is_no_caveat() -> None:

@@ -268,7 +268,7 @@ def test_signatures_of_others_stay(released: Released) -> None:
 
 def test_key_of_another_kind_is_refused(tmp_path: Path) -> None:
     _new_key(tmp_path / "finetune.key", "-algorithm", "ED25519")
-    with pytest.raises(ImageError, match=r"finetune\.key is no key of the curve P-256.*openssl genpkey"):
+    with pytest.raises(ImageError, match=r"finetune\.key is not a key on the curve P-256.*openssl genpkey"):
         read_key(tmp_path / "finetune.key")
 
 
@@ -288,7 +288,7 @@ def test_tree_with_changes_is_not_released(tmp_path: Path) -> None:
         subprocess.run([*git, *arguments], check=True)
     assert re.fullmatch("[0-9a-f]{40}", source_commit(tmp_path))
     (tmp_path / "file").write_text("2")
-    with pytest.raises(ImageError, match="has changes that are not committed"):
+    with pytest.raises(ImageError, match="has uncommitted changes"):
         source_commit(tmp_path)
 
 
@@ -312,7 +312,7 @@ def test_registry_that_refuses_or_does_not_answer_ends_the_release(released: Rel
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("--registry r.example --version 1 --key k", "--version 1: a release is named by three numbers"),
+        ("--registry r.example --version 1 --key k", "--version 1: a version has three numbers"),
         ("--registry r.example --version 1.0.0 --key /nonexistent", "openssl pkey"),
         ("--registry r.example --version 1.0.0 --key k --link source", "--link source: a link is a name and an address"),
         ("--registry r.example --version 1.0.0 --key k --link a=git.example", "--link a=git.example: a link is a name and an"),

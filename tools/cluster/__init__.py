@@ -1,1 +1,1 @@
-"""A disposable Kubernetes cluster on this machine, for tests and demonstrations: a control plane, and real nodes if wanted."""
+"""A disposable Kubernetes cluster on this machine, for tests and demonstrations: a control plane and, optionally, real nodes."""

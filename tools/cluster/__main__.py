@@ -1,4 +1,4 @@
-"""`python -m tools.cluster`: a cluster to try things on, until Ctrl-C or SIGTERM."""
+"""`python -m tools.cluster`: run a disposable cluster until Ctrl-C or SIGTERM."""
 
 import argparse
 import signal
@@ -16,12 +16,12 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> None:
-    """Start the cluster, print its kubeconfig, and remove it when told to stop."""
+    """Start the cluster, print its kubeconfig, and remove it on Ctrl-C or SIGTERM."""
     parser = argparse.ArgumentParser(prog="python -m tools.cluster", description=__doc__)
     parser.add_argument(
-        "--control-plane-only", action="store_true", help="no node: pods are created and scheduled nowhere; needs no root"
+        "--control-plane-only", action="store_true", help="start no node: pods are created but stay pending; needs no root"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="real nodes")
+    parser.add_argument("--nodes", type=int, default=1, help="number of real nodes")
     arguments = parser.parse_args()
     only_control_plane: bool = arguments.control_plane_only
     nodes: int = arguments.nodes
@@ -31,7 +31,7 @@ def main() -> None:
     if not only_control_plane:
         reason = unsupported_reason()
         if reason is not None:
-            sys.exit(f"test cluster: {reason}; --control-plane-only needs none of this")
+            sys.exit(f"test cluster: {reason}; --control-plane-only does not need this")
     try:
         with ControlPlane() if only_control_plane else NodeCluster(nodes) as cluster:
             if isinstance(cluster, NodeCluster):
@@ -39,7 +39,7 @@ def main() -> None:
                     cluster.add_node()
             print(f"export KUBECONFIG={cluster.kubeconfig}", flush=True)
             print("test cluster: ready, Ctrl-C removes it", file=sys.stderr, flush=True)
-            # From here on a signal is an orderly end, and a second one cannot break off the removal.
+            # From here on a signal ends the cluster in order, and a second signal cannot interrupt its removal.
             signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
             signal.sigwait(_STOP_SIGNALS)
     except (BuildError, ClusterError) as error:

@@ -1,4 +1,4 @@
-"""Access to a cluster through its kubeconfig: the part that is used whichever cluster it is."""
+"""Access to any cluster through its kubeconfig."""
 
 import shlex
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ class ClusterAccess:
 
     @property
     def kubectl_command(self) -> str:
-        """For a shell, with `environment`."""
+        """The kubectl command for a shell with `environment`."""
         return shlex.join(self._kubectl)
 
     @property
     def helm_command(self) -> str:
-        """For a shell, with `environment`."""
+        """The helm command for a shell with `environment`."""
         return shlex.join(self._helm)
 
     def kubectl(self, *arguments: str | Path, input: str | None = None) -> str:  # noqa: A002 - as in subprocess.run

@@ -1,4 +1,4 @@
-"""A minimal client of the API server's REST interface, for readiness: starting kubectl for each look is too slow."""
+"""A minimal REST client of the API server for readiness checks: starting kubectl for each check is too slow."""
 
 import http.client
 import json
@@ -10,7 +10,7 @@ from tools.cluster.certificates import KeyPair
 
 
 class ApiReader:
-    """Reads paths of the API server as one client certificate's user. Ignores proxy settings of the environment."""
+    """Reads paths of the API server as the user of a client certificate. Ignores proxy settings of the environment."""
 
     def __init__(self, address: str, port: int, authority: Path, identity: KeyPair) -> None:
         self._address = address
@@ -19,11 +19,11 @@ class ApiReader:
         self._tls.load_cert_chain(identity.certificate, identity.key)
 
     def connect(self) -> http.client.HTTPSConnection:
-        """Return a connection, for requests that the caller makes itself; it is opened by the first."""
+        """Return a connection for the caller's own requests; the first request opens it."""
         return http.client.HTTPSConnection(self._address, self._port, context=self._tls, timeout=10)
 
     def read(self, path: str) -> bytes | None:
-        """Return the body at `path`, or None while the server is not there or does not answer 200."""
+        """Return the body at `path`, or None if the server cannot be reached or does not answer 200."""
         connection = self.connect()
         try:
             connection.request("GET", path)

@@ -1,8 +1,8 @@
 """The test cluster's executables, built once from Go modules and kept in the cache.
 
-`python -m tools.cluster.binaries` builds what is missing and prints where it lies. A build of the Kubernetes
-programs takes about five minutes on two cores; a directory is named after the hash of everything that goes into it,
-so an unchanged source is never built twice.
+`python -m tools.cluster.binaries` builds missing programs and prints their directory. A build of the Kubernetes
+programs takes about five minutes on two cores. A directory is named after the hash of all inputs of its build, so an
+unchanged source is never built twice.
 """
 
 import hashlib
@@ -20,21 +20,21 @@ from pathlib import Path
 from tools.cluster.cache import cache_root, locked
 
 PREBUILT_VARIABLE = "FINETUNE_TEST_BINARIES"
-"""Environment variable that names a directory of ready executables: those of `Binaries`."""
+"""Environment variable that names a directory with prebuilt executables: those of `Binaries`."""
 
 KUBERNETES_VERSION = "1.36.3"
 """Release that the executables report; `cluster_go/go.mod` requires the same one.
 
-A release 1.X.Y requires its own parts, `k8s.io/api` and so on, as v0.0.0, so go.mod replaces each by v0.X.Y. It also
-holds etcd at the version that the release requires: CoreDNS would raise it. A helm or CoreDNS that requires a later
-0.X would change how the API server itself behaves, and must not be taken before the release is raised.
+A release 1.X.Y requires its own modules, `k8s.io/api` and so on, as v0.0.0, so go.mod replaces each by v0.X.Y. It also
+pins etcd to the version that the release requires, because CoreDNS would raise it. A helm or CoreDNS that requires a
+later 0.X would change how the API server behaves, so they may be upgraded only after the Kubernetes release.
 """
 
 _GO_SOURCES = Path(__file__).parent.parent / "cluster_go"
 _SOURCE_SUFFIXES = {".go", ".s", ".mod", ".test"}
-"""Of the files that a build of a dependency reads; the last one is what Prometheus' own tests embed."""
+"""Suffixes of the files that a build of a dependency reads; `.test` files are embedded by a package of Prometheus."""
 _PROGRESS_SECONDS = 30.0
-"""How often a running build says how far it is."""
+"""Interval at which a running build reports its progress."""
 
 
 class BuildError(RuntimeError):
@@ -57,13 +57,13 @@ def _linker_flags() -> str:
 
 @dataclass(frozen=True)
 class _Stub:
-    """A package of a dependency, most of whose own dependencies serve nobody here, and a file of ours that takes its place."""
+    """A package of a dependency whose own dependencies are not needed here, and our file that replaces the package."""
 
     module: str
     package: str
-    """Its directory in the module."""
+    """Directory of the package in the module."""
     file: str
-    """Of the sources that name the dependency."""
+    """Our file, below the sources of the module that requires the dependency."""
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ class _Module:
 
 _FLAGS = ("-trimpath", "-gcflags=all=-dwarf=false")
 _QUICK = ("-trimpath", "-gcflags=all=-dwarf=false -l", "-gcflags=std=-dwarf=false")
-"""For programs that do little: without inlining a third less is spent on compiling. Go's own library is there already."""
+"""Flags for programs that do little: without inlining, compiling takes a third less time."""
 
 
 def _quick(name: str, *packages: str, flags: tuple[str, ...] = (), stub: _Stub | None = None) -> _Module:
-    """Return the module in the directory of this name, whose programs are called as their packages."""
+    """Return the module in the directory of this name, whose programs are named like their packages."""
     programs = tuple(package.rpartition("/")[2] for package in packages)
     return _Module(f"{name}-bin", _GO_SOURCES / name, packages, programs, (*_QUICK, *flags, "-ldflags", "-s -w"), stub)
 
@@ -119,9 +119,9 @@ _PROMETHEUS = _quick(
     "prometheus",
     "github.com/prometheus/prometheus/cmd/prometheus",
     "github.com/prometheus/prometheus/cmd/promtool",
-    # Targets are static here, and nobody looks at the pages.
+    # Targets are static here, and the web pages are not used.
     flags=("-tags", "remove_all_sd"),
-    # promtool looks at certificates that these settings name, and so has all of the cluster's client: a third of the build.
+    # promtool checks the certificates of this discovery, and so would contain all of Kubernetes' client: a third of the build.
     stub=_Stub("github.com/prometheus/prometheus", "discovery/kubernetes", "stubs/kubernetes.go"),
 )
 _OF_THE_NIGHT = {
@@ -131,7 +131,7 @@ _OF_THE_NIGHT = {
     "helm3": _quick("helm3", "helm.sh/helm/v3/cmd/helm"),
     "oras": _quick("oras", "oras.land/oras/cmd/oras"),
 }
-"""Modules that only tests of the night need. Cosign takes five processor minutes to build."""
+"""Modules that only nightly tests need. Building cosign takes five minutes of CPU time."""
 _MODULES = (_CLUSTER, _PROBE, _S3, _PROMETHEUS)
 
 
@@ -140,11 +140,11 @@ class Binaries:
     """Paths of the test cluster's executables."""
 
     kube: Path
-    """etcd, kube-apiserver, kube-controller-manager, kube-scheduler, kubelet, kube-proxy, kubectl: first argument."""
+    """One program for etcd, all components of Kubernetes, and kubectl; its first argument chooses one."""
     coredns: Path
     helm: Path
     probe: Path
-    """Static program of the test cluster's own image."""
+    """Static program in the test cluster's own image."""
     versitygw: Path
     """S3 server that keeps objects as files."""
     prometheus: Path
@@ -152,7 +152,7 @@ class Binaries:
 
 
 def find_binaries() -> Binaries | None:
-    """Return the executables if all are at hand, without building anything.
+    """Return the executables if all exist, without building anything.
 
     Raises:
         BuildError: the directory named by FINETUNE_TEST_BINARIES lacks one of them.
@@ -165,8 +165,8 @@ def find_binaries() -> Binaries | None:
     absent = [name for name, path in paths.items() if not os.access(path, os.X_OK)]
     if absent and prebuilt:
         raise BuildError(
-            f"{PREBUILT_VARIABLE}={prebuilt} holds no executable {', '.join(absent)}: put it there, or unset "
-            f"{PREBUILT_VARIABLE} to have everything built"
+            f"{PREBUILT_VARIABLE}={prebuilt} has no executable {', '.join(absent)}: put it there, or unset "
+            f"{PREBUILT_VARIABLE} so that everything is built"
         )
     return None if absent else Binaries(**paths)
 
@@ -177,18 +177,18 @@ def ensure_binaries() -> Binaries:
     Raises:
         BuildError: Go is missing, or the build failed.
     """
-    found = find_binaries()
-    if found is not None:
-        return found
+    binaries = find_binaries()
+    if binaries is not None:
+        return binaries
     _ensure_built(_MODULES)
-    found = find_binaries()
-    if found is None:
-        raise BuildError(f"the build left an executable out: delete {cache_root()} and build again")
-    return found
+    binaries = find_binaries()
+    if binaries is None:
+        raise BuildError(f"an executable is missing after the build: delete {cache_root()} and build again")
+    return binaries
 
 
 def ensure_programs(name: str) -> tuple[Path, ...]:
-    """Return the programs of a module that only tests of the night need, built if the cache lacks them.
+    """Return the programs of a module that only nightly tests need, built if the cache lacks them.
 
     Raises:
         BuildError: Go is missing, or the build failed.
@@ -199,7 +199,7 @@ def ensure_programs(name: str) -> tuple[Path, ...]:
 
 
 def _ensure_built(modules: Sequence[_Module]) -> None:
-    """Build what the cache lacks. What several modules have in common, Go's own library above all, is compiled once."""
+    """Build the modules that the cache lacks. Their common packages, above all Go's standard library, are compiled once."""
     with locked(cache_root() / "go-build.lock"):
         missing = [module for module in modules if not module.directory().exists()]
         compiled = cache_root() / "go-build"
@@ -207,7 +207,7 @@ def _ensure_built(modules: Sequence[_Module]) -> None:
             for module in missing:
                 _build(module, compiled)
         finally:
-            # Three gigabytes that only a change of the sources would ever use again.
+            # These are three gigabytes that are useful again only after a change of the sources.
             shutil.rmtree(compiled, ignore_errors=True)
 
 
@@ -216,7 +216,7 @@ def _build(module: _Module, compiled: Path) -> None:
     if go is None:
         raise BuildError(
             f"the program 'go' is not on PATH, and {module.directory()} is not built: install Go 1.26, or set "
-            f"{PREBUILT_VARIABLE} to a directory that holds {', '.join(program for one in _MODULES for program in one.programs)}"
+            f"{PREBUILT_VARIABLE} to a directory with {', '.join(name for module in _MODULES for name in module.programs)}"
         )
     target = module.directory()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -241,13 +241,13 @@ def _build(module: _Module, compiled: Path) -> None:
 
 
 def _with_stub(module: _Module, stub: _Stub, go: str, scratch: Path, environment: dict[str, str]) -> Path:
-    """A go.mod that names a copy of the dependency with the stub in it: files of the module cache cannot be replaced."""
-    # `go list` would give no directory of a module that nobody has downloaded yet.
-    asked = [go, "mod", "download", "-json", stub.module]
-    found = subprocess.run(asked, cwd=module.sources, env=environment, capture_output=True, text=True, check=False)
-    original = Path(json.loads(found.stdout).get("Dir", "")) if found.returncode == 0 else Path()
-    if found.returncode != 0 or not (original / stub.package).is_dir():
-        raise BuildError(f"{module.sources} has no {stub.module} with {stub.package}: correct the stub\n{found.stderr}")
+    """Write a go.mod that uses a copy of the dependency with the stub: files of the module cache cannot be replaced."""
+    # `go list` shows no directory for a module that is not downloaded yet.
+    download = [go, "mod", "download", "-json", stub.module]
+    done = subprocess.run(download, cwd=module.sources, env=environment, capture_output=True, text=True, check=False)
+    original = Path(json.loads(done.stdout).get("Dir", "")) if done.returncode == 0 else Path()
+    if done.returncode != 0 or not (original / stub.package).is_dir():
+        raise BuildError(f"{module.sources} has no {stub.module} with {stub.package}: correct the stub\n{done.stderr}")
     copy = scratch / "module"
     for path in original.rglob("*"):
         if path.suffix in _SOURCE_SUFFIXES and not path.name.endswith("_test.go"):
@@ -274,11 +274,11 @@ def _compile(module: _Module, go: str, output: Path, flags: Sequence[str], envir
     )
     assert process.stderr is not None
     lines: list[str] = []
-    spoken = started
-    for line in process.stderr:  # one line for each package compiled, and the compiler's complaints
+    reported = started
+    for line in process.stderr:  # one line for each compiled package, and the compiler's errors
         lines.append(line)
-        if time.monotonic() - spoken >= _PROGRESS_SECONDS:
-            spoken = time.monotonic()
+        if time.monotonic() - reported >= _PROGRESS_SECONDS:
+            reported = time.monotonic()
             _say(f"{len(lines)} packages, {_minutes(started)}")
     if process.wait() != 0:
         raise BuildError(f"'go build' failed in {module.sources} (exit {process.returncode}):\n{''.join(lines[-40:])}")

@@ -1,4 +1,4 @@
-"""Where the test cluster keeps what is slow to make: its executables and its node's imported images."""
+"""The cache of what is slow to make: the test cluster's executables and its node's imported images."""
 
 import fcntl
 import os
@@ -11,14 +11,14 @@ CACHE_VARIABLE = "FINETUNE_TEST_CACHE"
 
 
 def cache_root() -> Path:
-    """Return the cache's directory (not created here)."""
+    """Return the cache's directory, which may not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen).absolute() if chosen else Path.home() / ".cache" / "finetune-operator"
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, so that of several test runs one builds and the others wait for it."""
+    """Hold an exclusive lock on a file, so that one of several test runs builds and the others wait."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

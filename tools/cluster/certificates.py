@@ -23,7 +23,7 @@ class KeyPair:
 
 
 class CertificateAuthority:
-    """Signs a run's certificates; everything lies in one directory that only its owner can read."""
+    """Signs a run's certificates. All files are in one directory that only its owner can read."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700)
@@ -60,14 +60,14 @@ class CertificateAuthority:
         return pair
 
     def server_context(self, address: str) -> ssl.SSLContext:
-        """For a server at an IP address."""
+        """Return the TLS context of a server at an IP address."""
         pair = self.sign("server", "/CN=server", "serverAuth", [f"IP:{address}"])
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(pair.certificate, pair.key)
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """For a client that trusts this authority and no other."""
+        """Return the TLS context of a client that trusts only this authority."""
         return ssl.create_default_context(cafile=self.certificate)
 
     def service_account_key(self) -> tuple[Path, Path]:

@@ -1,4 +1,4 @@
-"""The cgroups below which a node's kubelet puts its pods."""
+"""The cgroups in which a node's kubelet creates those of its pods."""
 
 import os
 from contextlib import suppress
@@ -11,7 +11,7 @@ CGROUP_ROOT = Path("/sys/fs/cgroup")
 _PREFIX = "finetune-test-"
 
 _CPU_SHARE = 4
-"""Times what one process outside gets: a node's pods all together would else have no more than one compiler next to them."""
+"""CPU share of a node in multiples of one outside process: otherwise all of its pods together would get that of one compiler."""
 _REMOVE_SECONDS = 60.0
 
 
@@ -21,12 +21,12 @@ def are_writable() -> bool:
 
 
 def cgroup_of(node: str) -> str:
-    """Name of a node's own top-level cgroup: a kubelet removes pod cgroups that it does not know, so it must see only its own."""
+    """Name of a node's own top-level cgroup. A kubelet removes unknown pod cgroups, so it must not see those of other nodes."""
     return f"{_PREFIX}{node}"
 
 
 def create_node_cgroups(node: str) -> None:
-    """Make a node's cgroup in every hierarchy."""
+    """Create a node's cgroup in every hierarchy."""
     for hierarchy in _hierarchies():
         cgroup = hierarchy / cgroup_of(node)
         cgroup.mkdir(exist_ok=True)
@@ -45,26 +45,26 @@ def create_node_cgroups(node: str) -> None:
 
 
 def node_cgroups(node: str = "*") -> list[Path]:
-    """Return the directories of a node's cgroup that exist, or of all nodes'.
+    """Return the existing directories of a node's cgroup, or of all nodes' cgroups.
 
-    On a machine with both versions runc makes one in the version 2 hierarchy as well, wherever that is mounted.
+    On a machine with both versions of cgroups, runc also creates one in the version 2 hierarchy, wherever that is mounted.
     """
     candidates = (*CGROUP_ROOT.glob(cgroup_of(node)), *CGROUP_ROOT.glob(f"*/{cgroup_of(node)}"))
     return [path for path in candidates if path.is_dir()]
 
 
 def processes_of_pod(uid: str) -> set[int]:
-    """PIDs, on this machine, of a pod's processes on whichever node."""
-    found: set[int] = set()
+    """PIDs, on this machine, of a pod's processes on any node."""
+    pids: set[int] = set()
     for cgroup in node_cgroups():
         for listed in cgroup.glob(f"**/pod{uid}/**/cgroup.procs"):
             with suppress(OSError):  # its container has just ended
-                found |= set(map(int, listed.read_text().split()))
-    return found
+                pids |= set(map(int, listed.read_text().split()))
+    return pids
 
 
 def remove_node_cgroups(node: str = "*") -> None:
-    """Remove a node's cgroups, or all nodes', with all below them; their processes must have been killed.
+    """Remove the cgroups of a node, or of all nodes, with their descendants. Their processes must have been killed.
 
     Raises:
         ClusterError: a process is still in one.
@@ -76,7 +76,7 @@ def remove_node_cgroups(node: str = "*") -> None:
                 try:
                     Path(directory).rmdir()
                 except OSError:
-                    return False  # a killed process leaves its cgroup a moment after it is gone
+                    return False  # a killed process leaves its cgroup a moment later
             return not cgroup.exists()
 
         wait_until(removed, f"the processes in {cgroup} to end", _REMOVE_SECONDS)
@@ -93,5 +93,5 @@ def _hierarchies() -> list[Path]:
         return [CGROUP_ROOT]
     if not CGROUP_ROOT.is_dir():
         return []
-    found = [path for path in CGROUP_ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
-    return sorted(path for path in found if not _is_unified(path))
+    directories = [path for path in CGROUP_ROOT.iterdir() if path.is_dir() and not path.is_symlink()]
+    return sorted(path for path in directories if not _is_unified(path))

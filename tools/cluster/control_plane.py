@@ -21,10 +21,10 @@ from tools.cluster.run_directory import RunDirectory
 LOOPBACK = "127.0.0.1"
 
 _START_SECONDS = 180.0
-"""Each stage takes three seconds on an idle machine; this bounds it on a starved one."""
+"""Limit for each stage of the start, which takes three seconds on an idle machine."""
 
 _TAILS = 2
-"""How many of the latest processes' logs a time-out shows: the last one, and the one that it waits for."""
+"""Number of logs that a time-out shows: those of the processes that were started last."""
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """How soon the control plane gives up a node that says nothing."""
+    """How soon the control plane gives up a silent node."""
 
     grace_seconds: int
-    """Until the node counts as lost."""
+    """Seconds until the node counts as lost."""
     toleration_seconds: int
-    """From then until its pods are evicted, for pods that do not say themselves."""
+    """Seconds from then until its pods are evicted, unless a pod sets its own toleration."""
 
 
 ON_LOOPBACK = Endpoint(address=LOOPBACK, service_range="127.96.0.0/16", published=False)
-"""Without nodes no Service address is ever served; a loopback range makes sure that a packet to one stays here."""
+"""Without nodes, no Service address is served. The loopback range keeps packets to Service addresses on this machine."""
 
 
 class ControlPlane(ClusterAccess):
-    """Context manager for a control plane of its own ports, certificates, directory and processes.
+    """Context manager for a control plane with its own ports, certificates, directory and processes.
 
-    Several may run at once on loopback. `keep_logs` may be set before leaving, for a failure that the context
-    manager does not see; on an exception the logs are kept anyway. The processes die with the thread that entered.
+    Several may run at once on loopback. Logs are kept after an exception; set `keep_logs` for a failure that the context
+    manager does not see. The processes end with the thread that entered the context.
     """
 
     def __init__(self, endpoint: Endpoint = ON_LOOPBACK, loss: NodeLoss | None = None) -> None:
-        """`loss`: None for Kubernetes' own times."""
+        """`loss`: None for Kubernetes' default times."""
         self._endpoint = endpoint
         self._loss = loss
         self.keep_logs = False
@@ -80,13 +80,13 @@ class ControlPlane(ClusterAccess):
         self._stop(keep_logs=self.keep_logs or error is not None)
 
     def start(self, name: str, *arguments: str | Path) -> Component:
-        """Start one more process of this run; it ends with the control plane."""
+        """Start another process of this run; it ends with the control plane."""
         component = start_component(name, arguments, self.run.logs / f"{name}.log")
         self.components.append(component)
         return component
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition of start-up, watching that no process of this run ends meanwhile.
+        """Wait for a condition of the start, and check that no process of this run ends meanwhile.
 
         Raises:
             ClusterError: a process ended (with the end of its log), or the condition did not come true.
@@ -170,7 +170,7 @@ class ControlPlane(ClusterAccess):
         ]
 
     def _stop(self, *, keep_logs: bool) -> None:
-        # Nothing of it is worth an orderly end: clients first, so that none logs the loss of its server.
+        # No process needs an orderly end. Clients are killed first, so that none logs the loss of its server.
         for component in reversed(self.components):
             component.kill()
         self.run.remove(keep_logs=keep_logs)
@@ -187,7 +187,7 @@ def _etcd_flags(data: Path, client_port: int, peer_port: int) -> list[str]:
 
 def _api_server_flags(endpoint: Endpoint, authority: CertificateAuthority) -> list[str]:
     kubernetes = ("kubernetes", "kubernetes.default", "kubernetes.default.svc")
-    # The first address of the range is always the kubernetes Service's.
+    # The kubernetes Service always has the first address of the range.
     service_address = str(ipaddress.ip_network(endpoint.service_range)[1])
     hosts = [f"DNS:{name}" for name in ("localhost", *kubernetes)]
     hosts += [f"IP:{address}" for address in sorted({LOOPBACK, endpoint.address, service_address})]
@@ -211,7 +211,7 @@ def _api_server_flags(endpoint: Endpoint, authority: CertificateAuthority) -> li
 
 
 def free_ports(address: str, count: int) -> list[int]:
-    """Choose ports on which nothing listens at `address` nor at loopback, at random: other runs choose too."""
+    """Choose free ports at `address` and at loopback. They are random, because other runs choose at the same time."""
     chosen: list[int] = []
     for port in random.sample(PORTS, k=len(PORTS)):
         if all(_is_free(host, port) for host in {address, LOOPBACK}):

@@ -1,4 +1,4 @@
-"""The test cluster's error, and waiting for a condition with a deadline."""
+"""The test cluster's errors, and a wait for a condition with a deadline."""
 
 import time
 from collections.abc import Callable
@@ -8,13 +8,13 @@ _Result = TypeVar("_Result")
 
 _POLL_SECONDS = 0.05
 _LONGEST_POLL_SECONDS = 0.3
-"""What is asked for is asked of a server, as a rule, whose cores the test shares."""
+"""Longest pause between two checks. Most checks ask a server on the same cores as the test, so pauses grow to this."""
 _POLLS_PER_WAIT = 10
-"""A wait becomes longer by a tenth of itself at most."""
+"""Polling makes a wait at most a tenth longer."""
 
 
 class ClusterError(RuntimeError):
-    """The test cluster cannot do what was asked; the message names the component, its log and the fix."""
+    """The test cluster cannot do something; the message names the component, its log and the fix."""
 
 
 class WaitTimeoutError(ClusterError):
@@ -34,5 +34,5 @@ def wait_until(condition: Callable[[], _Result], what: str, seconds: float) -> _
             return result
         waited = time.monotonic() - begun
         if waited >= seconds:
-            raise WaitTimeoutError(f"waited {seconds:.0f} s in vain for {what}")
+            raise WaitTimeoutError(f"timed out after {seconds:.0f} s of waiting for {what}")
         time.sleep(min(max(waited / _POLLS_PER_WAIT, _POLL_SECONDS), _LONGEST_POLL_SECONDS))

@@ -13,27 +13,27 @@ from tools.cluster.errors import ClusterError
 from tools.cluster.processes import run_command
 
 PROBE_REPOSITORY = "finetune-test.local/probe"
-"""Repository of the test cluster's own image: the program `cluster_go/probe`, alone."""
+"""Repository of the test cluster's own image, which contains only the program `cluster_go/probe`."""
 
 _IMPORTING = "finetune-test.local/importing"
-"""Repository of an image between its import and its naming."""
+"""Repository of an image after its import, until it gets its name."""
 
 _OCI = "application/vnd.oci.image"
 
 
 def probe_image_name(probe: Path) -> str:
-    """Return the name of the image that holds this build of the probe."""
+    """Return the name of the image with this build of the probe."""
     return f"{PROBE_REPOSITORY}:{hashlib.sha256(probe.read_bytes()).hexdigest()[:12]}"
 
 
 def write_program_image(archive: Path, program: Path, command: Sequence[str], names: Sequence[str] = ()) -> None:
-    """Write an OCI archive of an image that holds one static program at the root, and in /bin under further names.
+    """Write an OCI archive of an image with one static program at the root, and links to it in /bin.
 
     Args:
         archive: file to write.
         program: executable that needs no other file.
         command: arguments of the program when the pod gives none.
-        names: by which a pod may also start it, for a program that asks how it was called.
+        names: names of the links, for a program whose behaviour depends on the name by which it is called.
     """
     layer = _layer_of(program, names)
     blobs: dict[str, bytes] = {}
@@ -75,7 +75,7 @@ def _layer_of(program: Path, names: Sequence[str]) -> bytes:
 
 
 def _add_file(tar: tarfile.TarFile, name: str, data: bytes, mode: int = 0o644) -> None:
-    entry = tarfile.TarInfo(name)  # of root, from 1970: the same content always gives the same bytes
+    entry = tarfile.TarInfo(name)  # its owner is root and its time 1970, so the same content always gives the same bytes
     entry.size = len(data)
     entry.mode = mode
     tar.addfile(entry, io.BytesIO(data))
@@ -92,7 +92,7 @@ class ImageStore:
         return {name for name in self._digests() if not _is_identifier(name)}
 
     def load(self, archive: Path, name: str) -> None:
-        """Import an OCI archive under `name`, whatever name it carries itself, unless that name is there already.
+        """Import an OCI archive under `name`, whatever its own name is, unless an image with that name exists.
 
         Removes the repository's other tags with their content, which frees their disk space.
 
@@ -102,23 +102,23 @@ class ImageStore:
         if name not in self.names():
             self._import(archive, name)
         repository = name.rpartition(":")[0]
-        self._remove({one for one in self.names() - {name} if one.startswith(f"{repository}:")})
+        self._remove({other for other in self.names() - {name} if other.startswith(f"{repository}:")})
 
     def _import(self, archive: Path, name: str) -> None:
-        self._remove(self._importing())  # what a killed run left
+        self._remove(self._importing())  # a killed run may have left some
         run_command(*self._ctr, "images", "import", "--digests", "--base-name", _IMPORTING, archive)
         imported = self._importing()  # by digest, and by tag when the archive gives one
         digests = self._digests()
-        if len({digests[one] for one in imported}) != 1:
+        if len({digests[reference] for reference in imported}) != 1:
             raise ClusterError(f"{archive} must hold exactly one image for this machine, found {sorted(imported)}")
         run_command(*self._ctr, "images", "tag", min(imported), name)
         self._remove(imported)
 
     def _importing(self) -> set[str]:
-        return {one for one in self.names() if one.startswith((f"{_IMPORTING}:", f"{_IMPORTING}@"))}
+        return {name for name in self.names() if name.startswith((f"{_IMPORTING}:", f"{_IMPORTING}@"))}
 
     def _remove(self, names: set[str]) -> None:
-        """Remove images by name, and what then is left of them under the identifiers that the kubelet knows."""
+        """Remove images by name, and also by the identifiers that the kubelet knows if no name is left."""
         if not names:
             return
         run_command(*self._ctr, "images", "rm", *sorted(names))
@@ -135,20 +135,20 @@ class ImageStore:
         return {row[0]: row[2] for row in rows}
 
     def tag(self, name: str, other: str) -> None:
-        """Give an image another name as well."""
+        """Give an image an additional name."""
         run_command(*self._ctr, "images", "tag", name, other)
 
     def forget(self, registry: str) -> None:
-        """Remove what was pulled from a registry (`host:port`)."""
+        """Remove the images that were pulled from a registry (`host:port`)."""
         self._remove({name for name in self.names() if name.startswith(f"{registry}/")})
 
     def untag(self, name: str) -> None:
-        """Take a name away from an image that has others, if it is there."""
+        """Remove a name, if it exists, from an image that has others."""
         if name in self.names():
             run_command(*self._ctr, "images", "rm", name)
 
     def blobs(self) -> set[str]:
-        """Return the digests of all content, so that an archive may leave it out."""
+        """Return the digests of all stored content, which an archive may leave out."""
         return set(run_command(*self._ctr, "content", "ls", "--quiet").split())
 
     def main_process(self, container: str) -> int:
@@ -171,5 +171,5 @@ class ImageStore:
 
 
 def _is_identifier(name: str) -> bool:
-    """Whether the container runtime itself made this name: the image's identifier, beside each name that it has."""
+    """Whether this is the image's identifier, which the container runtime adds to the names of each image."""
     return name.startswith("sha256:")

@@ -1,8 +1,8 @@
-"""The network between this machine and the nodes: a bridge, a network namespace for each node, and routes that let nothing out.
+"""The network between this machine and the nodes: a bridge, a network namespace for each node, and routes between them.
 
-This machine holds the bridge's address, on which the API server and the DNS server listen. A node has no default
-route. Blackhole routes catch what is addressed to a pod or a Service that does not exist; they are set first, so
-that at no moment such a packet takes this machine's default route.
+This machine has the bridge's address, on which the API server and the DNS server listen. A node has no default route.
+Blackhole routes drop packets to a pod or Service that does not exist. They are set first, so that no such packet ever
+takes this machine's default route.
 """
 
 import http.client
@@ -34,7 +34,7 @@ _LAST_RESORT = "9999"
 """Route metric of the blackholes: any real route wins."""
 
 _PLACE = "\0finetune-test-node"
-"""Abstract address of the Unix socket that stands for the machine's one place for a cluster with nodes."""
+"""Abstract address of the Unix socket that serves as a lock, because a machine can have only one cluster with nodes."""
 
 _OTHER_CLUSTER_SECONDS = 1800.0
 
@@ -44,11 +44,11 @@ class NodeNetwork:
     """Names and addresses of one node."""
 
     number: int
-    """From 1."""
+    """Number of the node, from 1."""
 
     @property
     def name(self) -> str:
-        """Of the node."""
+        """Name of the node."""
         return f"node-{self.number}"
 
     @property
@@ -58,12 +58,12 @@ class NodeNetwork:
 
     @property
     def veth(self) -> str:
-        """The end of its cable that is plugged into the bridge."""
+        """Name of the end of its veth pair on the bridge."""
         return f"{_VETH_PREFIX}{self.number}"
 
     @property
     def address(self) -> str:
-        """On the bridge."""
+        """Its address on the bridge."""
         return f"172.30.0.{10 + self.number}"
 
     @property
@@ -73,12 +73,12 @@ class NodeNetwork:
 
 
 def reserve_machine() -> socket.socket:
-    """Take this machine's only place for a cluster with nodes, waiting while another test run has it; close it to give it back.
+    """Reserve this machine for a cluster with nodes; wait while another test run has reserved it. Close the result to release it.
 
-    The name lives in the kernel, for this network namespace, and vanishes with the process that holds it.
+    The socket's name exists in the kernel, for this network namespace, and vanishes with the process that holds it.
 
     Raises:
-        ClusterError: this very process has it already, or another run still had it after half an hour.
+        ClusterError: this process has reserved the machine already, or another run did not release it within half an hour.
     """
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
@@ -88,14 +88,14 @@ def reserve_machine() -> socket.socket:
         except OSError:
             if _place_holder() == os.getpid():
                 raise ClusterError(
-                    "this process has nodes already, and one machine holds one cluster with nodes: share it"
+                    "this process already has a cluster with nodes, and a machine can have only one: share it"
                 ) from None
             return False
         holder.listen()
         return True
 
     try:
-        wait_until(taken, "another test run to end its nodes (one machine holds one cluster with nodes)", _OTHER_CLUSTER_SECONDS)
+        wait_until(taken, "another test run to end its nodes (a machine can have only one cluster)", _OTHER_CLUSTER_SECONDS)
     except BaseException:
         holder.close()
         raise
@@ -103,7 +103,7 @@ def reserve_machine() -> socket.socket:
 
 
 def _place_holder() -> int | None:
-    """Return the PID of the process that has the place, or None when it has just been given back."""
+    """Return the PID of the process that has reserved the machine, or None if it has just released it."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         try:
             asking.connect(_PLACE)
@@ -115,7 +115,7 @@ def _place_holder() -> int | None:
 
 
 def create_network(nodes: Sequence[NodeNetwork]) -> None:
-    """Make the bridge, the nodes' namespaces and all routes, replacing what a killed run left."""
+    """Create the bridge, the nodes' namespaces and all routes. Replaces those that a killed run has left."""
     remove_network()
     for blackholed in _BLACKHOLED:
         run_command("ip", "route", "replace", "blackhole", blackholed, "metric", _LAST_RESORT)
@@ -136,7 +136,7 @@ def _create_node_network(node: NodeNetwork, others: Sequence[NodeNetwork]) -> No
     run_command(*in_node, "link", "set", "lo", "up")
     run_command(*in_node, "addr", "add", f"{node.address}/24", "dev", "eth0")
     run_command(*in_node, "link", "set", "eth0", "up")
-    # kube-proxy rewrites packets to a Service before they leave; what it does not know meets this machine's blackhole.
+    # kube-proxy rewrites packets to a Service before they leave; this machine's blackhole drops those to unknown Services.
     run_command(*in_node, "route", "add", SERVICE_RANGE, "via", BRIDGE_ADDRESS)
     for other in others:
         run_command(*in_node, "route", "add", other.pod_range, "via", other.address)
@@ -145,18 +145,18 @@ def _create_node_network(node: NodeNetwork, others: Sequence[NodeNetwork]) -> No
 
 
 def disconnect(node: NodeNetwork) -> None:
-    """Pull the node's cable: its processes go on, and reach neither the API server nor the other nodes."""
+    """Disconnect the node: its processes continue, but reach neither the API server nor other nodes."""
     run_command("ip", "link", "set", node.veth, "down")
 
 
 def connect(node: NodeNetwork) -> None:
-    """Plug the node's cable in again."""
+    """Connect the node again."""
     run_command("ip", "link", "set", node.veth, "up")
 
 
 @contextmanager
 def outside_address(address: str, nodes: Sequence[NodeNetwork]) -> Iterator[None]:
-    """Give this machine one more address that nodes and pods reach: it stands for a place outside the cluster."""
+    """Give this machine another address that nodes and pods reach, to simulate a server outside the cluster."""
     run_command("ip", "addr", "add", f"{address}/32", "dev", _BRIDGE)
     for node in nodes:
         run_command("ip", "-n", node.namespace, "route", "add", address, "via", BRIDGE_ADDRESS)
@@ -168,15 +168,15 @@ def outside_address(address: str, nodes: Sequence[NodeNetwork]) -> Iterator[None
 
 @contextmanager
 def address_of_node(address: str, node: NodeNetwork) -> Iterator[None]:
-    """Give a node one more address that its own pods reach, as the metadata service of a cloud has it."""
+    """Give a node another address that only its own pods reach, like the metadata service of a cloud."""
     run_command("ip", "-n", node.namespace, "addr", "add", f"{address}/32", "dev", "lo")
     yield
     run_command("ip", "-n", node.namespace, "addr", "del", f"{address}/32", "dev", "lo")
 
 
 def remove_network() -> None:
-    """Remove whatever of the network exists; routes over the bridge go with it."""
-    # Links first: the kernel takes those of a namespace away some time after the namespace.
+    """Remove all existing parts of the network; routes over the bridge disappear with it."""
+    # Links are removed first: the kernel removes those of a namespace only some time after the namespace.
     for link in _ip("link", "show"):
         if link["ifname"].startswith((_VETH_PREFIX, _BRIDGE)):
             run_command("ip", "link", "del", link["ifname"])
@@ -189,19 +189,19 @@ def remove_network() -> None:
 
 
 def foreign_route() -> str | None:
-    """Return a route of this machine that is not ours and overlaps the cluster's addresses, or None."""
-    own = [ipaddress.ip_network(one) for one in _OWN_RANGES]
+    """Return a route of this machine that is not ours but overlaps the cluster's addresses, or None."""
+    own = [ipaddress.ip_network(addresses) for addresses in _OWN_RANGES]
     for route in _ip("-4", "route", "show"):
         ours = route.get("dev") == _BRIDGE or route.get("type") == "blackhole"
         if route["dst"] == "default" or ours:
             continue
-        if any(ipaddress.ip_network(route["dst"]).overlaps(one) for one in own):
+        if any(ipaddress.ip_network(route["dst"]).overlaps(addresses) for addresses in own):
             return f"route to {route['dst']} by {route.get('dev')}"
     return None
 
 
 def answers(address: str, port: int, path: str) -> bool:
-    """Whether a plain HTTP server there answers 200."""
+    """Whether an HTTP server at this address answers 200."""
     connection = http.client.HTTPConnection(address, port, timeout=10)
     try:
         connection.request("GET", path)

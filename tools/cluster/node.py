@@ -1,8 +1,8 @@
-"""A real node: kubelet, containerd, runc and kube-proxy in namespaces of their own.
+"""A real node: kubelet, containerd, runc and kube-proxy in their own namespaces.
 
-The node's first process only holds the namespaces and reaps; when it is killed, the kernel kills every process of
-the node, containers included, and its mounts vanish. Nodes see this machine's files, so a hostPath volume that a
-test prepares is readable and writable from the pods of all of them.
+The node's first process only holds the namespaces and reaps orphans. When it is killed, the kernel kills every process
+of the node, containers included, and its mounts vanish. Nodes see this machine's files, so pods on all nodes can read
+and write a hostPath volume that a test prepares.
 """
 
 import json
@@ -38,7 +38,7 @@ _PRIVATE_DIRECTORIES = (
     "var/log/containers",
     "var/log/pods",
 )
-"""Directories of this machine that the node's programs use by default, hidden in the node by empty ones."""
+"""Directories that the node's programs use by default; in the node, empty directories hide those of this machine."""
 _CONTENT = "io.containerd.content.v1.content/blobs"
 _SNAPSHOTS = "io.containerd.snapshotter.v1.overlayfs"
 _DATABASES = ("io.containerd.metadata.v1.bolt/meta.db", f"{_SNAPSHOTS}/metadata.db")
@@ -76,7 +76,7 @@ class Node:
         self._stop()
 
     def first_process(self) -> int:
-        """Return the PID, on this machine, of the node's process 1. Killing it is a power cut."""
+        """Return the PID, on this machine, of the node's process 1. Killing it has the effect of a power cut."""
         if self._holder is None:
             raise ClusterError("the node is not running: use it as a context manager")
         pid = self._holder.process.pid
@@ -88,7 +88,7 @@ class Node:
         return ["nsenter", "--target", str(self.first_process()), "--all", *arguments]
 
     def cut_power(self) -> None:
-        """End every process of the node at once, containers included; its disk stays as it is."""
+        """Kill every process of the node at once, containers included; its disk stays as it is."""
         os.kill(self.first_process(), signal.SIGKILL)
         for component in self._components:
             component.process.wait(_END_SECONDS)
@@ -96,7 +96,7 @@ class Node:
         self._components.clear()
 
     def restore_power(self) -> None:
-        """Start the node again with the disk that it had, and wait until it is Ready."""
+        """Start the node again with its old disk, and wait until it is Ready."""
         for lost in ("run/containerd", "run/netns"):
             shutil.rmtree(self._private / lost)
         remove_node_cgroups(self.place.name)
@@ -106,7 +106,7 @@ class Node:
         self._start_programs()
 
     def _start(self) -> None:
-        remove_node_cgroups(self.place.name)  # of a killed run
+        remove_node_cgroups(self.place.name)  # a killed run may have left some
         self._directory.mkdir()
         create_node_cgroups(self.place.name)
         if self._first is not None:
@@ -116,8 +116,8 @@ class Node:
         self._hide_directories()
         self._write_configs()
         if self._first is not None or self._has_containers():
-            # The kubelet would take a minute to clear away what an earlier run's pods left, so the runtime's own
-            # list is emptied while the part that would read it is off.
+            # The kubelet would take a minute to remove the containers of an earlier run, so they are removed from the
+            # runtime's store while the plugin for the kubelet is off.
             sweep = self._start_containerd("containerd-sweep")
             self.images.remove_containers()
             run_command("kill", *map(str, self._inside(sweep)))
@@ -135,18 +135,18 @@ class Node:
 
     @contextmanager
     def frozen_images(self) -> Iterator[Path]:
-        """The directory of the container runtime's files, while the runtime stands still."""
+        """Give the directory of the container runtime's files while the runtime is paused."""
         (process,) = self._inside(self._containerd)
         os.kill(process, signal.SIGSTOP)
         try:
             yield self._images
         finally:
-            # nsenter stops itself with its child, and would not see the child's end.
+            # nsenter stops together with its child, and would then not notice the child's end.
             os.kill(self._containerd.process.pid, signal.SIGCONT)
             os.kill(process, signal.SIGCONT)
 
     def _run(self, name: str, *arguments: str | Path) -> Component:
-        """Start a program of the node."""
+        """Start a program of the node on this machine."""
         component = self._control_plane.start(f"{self.place.name}-{name}", *arguments)
         self._components.append(component)
         return component
@@ -164,13 +164,13 @@ class Node:
             try:
                 return Path(f"/proc/{self.first_process()}/exe").readlink() == probe.resolve()
             except (OSError, IndexError):
-                return False  # unshare has not got so far
+                return False  # unshare has not started it yet
 
         self._control_plane.wait_until(is_settled, f"the namespaces of {self.place.name}")
         run_command(*self.command("hostname", self.place.name))
 
     def _hide_directories(self) -> None:
-        # Shared, so that a volume that the kubelet mounts is seen by the containers that containerd starts.
+        # Mounts are shared, so that containers see the volumes that the kubelet mounts.
         run_command(*self.command("mount", "--make-rshared", "/"))
         for name in _PRIVATE_DIRECTORIES:
             target = Path("/", name)
@@ -181,7 +181,7 @@ class Node:
         run_command(*self.command("mount", "--make-rshared", "/"))
 
     def _make_mount_point(self, target: Path) -> None:
-        missing = [one for one in (target, *target.parents) if not one.exists()]
+        missing = [directory for directory in (target, *target.parents) if not directory.exists()]
         for directory in reversed(missing):
             directory.mkdir()
             self._made.append(directory)
@@ -214,7 +214,7 @@ class Node:
         network_config.write_text(json.dumps(network_plugins_config(self.place.pod_range), indent=2))
 
     def pull_without_tls(self, registry: str) -> None:
-        """Let the container runtime pull from a registry (`host:port`) that speaks no TLS."""
+        """Let the container runtime pull from a registry (`host:port`) without TLS."""
         file = self._registries / registry / "hosts.toml"
         file.parent.mkdir(parents=True)
         file.write_text(plain_http_registry(registry))
@@ -248,7 +248,7 @@ class Node:
         return True
 
     def _inside(self, component: Component) -> list[int]:
-        """PIDs of what `command` started: nsenter waits for it outside and passes no signal on."""
+        """PIDs of the processes that `command` started: nsenter waits for them outside and forwards no signal."""
         pid = component.process.pid
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
@@ -281,7 +281,7 @@ class Node:
             *(f"--kubeconfig={kubeconfig}", f"--hostname-override={self.place.name}", "--proxy-mode=nftables"),
             *(f"--bind-address={self.place.address}", f"--cluster-cidr={network.ALL_PODS_RANGE}"),
             f"--healthz-bind-address={self.place.address}:{_KUBE_PROXY_HEALTH_PORT}",
-            # These settings belong to the whole machine and cannot be written from a network namespace: leave them.
+            # These settings apply to the whole machine and cannot be written from a network namespace, so they are not set.
             *("--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0"),
             "--conntrack-tcp-timeout-close-wait=0",
         )
@@ -290,32 +290,32 @@ class Node:
         node = self._control_plane.api.read_object(f"/api/v1/nodes/{self.place.name}")
         if node is None:
             return False
-        conditions = {one["type"]: one["status"] for one in node["status"].get("conditions", [])}
+        conditions = {condition["type"]: condition["status"] for condition in node["status"].get("conditions", [])}
         return conditions.get("Ready") == "True" and network.answers(self.place.address, _KUBE_PROXY_HEALTH_PORT, "/healthz")
 
     def _stop(self) -> None:
         if self._holder is not None and self._holder.process.poll() is None:
-            # unshare ends with its child, and the kernel lets process 1 go only after all others of its namespace.
+            # unshare ends with its child, and the kernel ends process 1 only after all other processes of its namespace.
             try:
                 os.kill(self.first_process(), signal.SIGKILL)
             except (OSError, IndexError):
-                self._holder.kill()  # it had not got as far as the node's process 1
+                self._holder.kill()  # the node's process 1 was not started yet
             self._holder.process.wait(_END_SECONDS)
         remove_node_cgroups(self.place.name)
         shutil.rmtree(self._directory, ignore_errors=True)
         if self._first is not None:
             shutil.rmtree(self._images.parent, ignore_errors=True)
         for directory in reversed(self._made):
-            with suppress(OSError):  # another node's are in it
+            with suppress(OSError):  # directories of another node are in it
                 directory.rmdir()
 
 
 def link_images(source: Path, target: Path) -> None:
-    """Give the container runtime at `target` the images of the one at `source`, which must stand still meanwhile.
+    """Give the container runtime at `target` the images of the runtime at `source`, which must be paused.
 
-    An image of six gigabytes takes minutes to import and as much disk again. A runtime never writes to what it has unpacked, so
-    two nodes may have the very same files: each has links of its own, and only the databases, which do change, are copied.
-    `target` is emptied first. Both must be on one file system.
+    Importing an image of six gigabytes takes minutes and the same disk space again. A runtime never writes to unpacked files, so
+    two nodes can share them: each has its own hard links, and only the databases, which do change, are copied. `target` is
+    emptied first. Both must be on one file system.
     """
     shutil.rmtree(target, ignore_errors=True)
     for linked in (_CONTENT, f"{_SNAPSHOTS}/snapshots"):

@@ -19,7 +19,7 @@ from tools.cluster.requirements import ensure_packages
 
 ON_BRIDGE = Endpoint(address=network.BRIDGE_ADDRESS, service_range=network.SERVICE_RANGE, published=True)
 NODE_LOSS = NodeLoss(grace_seconds=16, toleration_seconds=2)
-"""A real cluster waits 50 seconds and then five minutes: the same happens, sooner."""
+"""Shorter times than in a real cluster, which waits 50 seconds and then five minutes."""
 
 _COREFILE = """.:53 {{
     bind {address}
@@ -33,20 +33,20 @@ _COREFILE = """.:53 {{
     }}
 }}
 """
-"""As kubeadm sets it up: in particular the answer that a name does not exist is kept for up to 30 s."""
+"""CoreDNS's configuration, as by kubeadm; in particular, the answer that a name does not exist is cached for up to 30 s."""
 
 
 class NodeCluster(ClusterAccess):
-    """Context manager for a cluster that really runs pods. One per machine: a second waits for the first to end.
+    """Context manager for a cluster that really runs pods. A machine can have only one: a second waits for the first to end.
 
-    It starts with one node; `add_node` brings up the others. Pods reach each other, this machine's bridge address and
-    the API server (by the `kubernetes` Service), and nothing else; NetworkPolicies hold in `enforced_policies`. Images
-    come from `load_image`; pods that use them need an imagePullPolicy other than Always.
+    It starts with one node; `add_node` starts the others. Pods reach only each other, this machine's bridge address and
+    the API server (by the `kubernetes` Service). NetworkPolicies are enforced inside `enforced_policies`. `load_image`
+    adds images; pods that use them need an imagePullPolicy other than Always.
     """
 
     def __init__(self, most_nodes: int = 1) -> None:
         self.keep_logs = False
-        """Set before leaving to keep the logs of a failure that the context manager does not see."""
+        """Set this to keep the logs of a failure that the context manager does not see."""
         self._places = [NodeNetwork(number + 1) for number in range(most_nodes)]
         self.nodes: list[Node] = []
 
@@ -87,38 +87,38 @@ class NodeCluster(ClusterAccess):
         return next(node for node in self.nodes if node.place.name == name)
 
     def add_node(self) -> Node:
-        """Start one more node with the images of the first; it ends with the cluster.
+        """Start another node with the images of the first; it ends with the cluster.
 
         Raises:
-            ClusterError: the cluster was not made for so many, or the node did not start.
+            ClusterError: the cluster has `most_nodes` already, or the node did not start.
         """
         if len(self.nodes) == len(self._places):
-            raise ClusterError(f"the cluster was made for {len(self._places)} nodes: raise most_nodes")
+            raise ClusterError(f"the cluster can have {len(self._places)} nodes: raise most_nodes")
         first = self.nodes[0] if self.nodes else None
         node = self._stack.enter_context(Node(self.control_plane, self._places[len(self.nodes)], first))
         self.nodes.append(node)
         return node
 
     def enforced_policies(self) -> PolicyEnforcer:
-        """A context manager while whose body runs all nodes, also those that are added later, enforce NetworkPolicies."""
+        """Return a context manager inside which all nodes, including those added later, enforce NetworkPolicies."""
         return PolicyEnforcer(self.control_plane.api, self._places)
 
     @property
     def probe_image(self) -> str:
-        """Name of the image that is always there: `cluster_go/probe`."""
+        """Name of the image of `cluster_go/probe`, which every node has."""
         return probe_image_name(self.control_plane.binaries.probe)
 
     def has_image(self, name: str) -> bool:
-        """Whether the first node has this image, perhaps from an earlier run: `load_image` would do nothing."""
+        """Whether the first node has this image, perhaps from an earlier run. If so, `load_image` does nothing."""
         return name in self.node.images.names()
 
     def load_image(self, archive: Path, name: str) -> None:
-        """Make the image in an OCI archive available to pods as `name`, once: a name that is there is kept.
+        """Make the image in an OCI archive available to pods as `name`. Does nothing if the name exists.
 
         Args:
             archive: OCI archive, as `buildah push IMAGE oci-archive:FILE` writes it.
-            name: full name with a registry and a tag. A tag must stand for one content for ever; the other tags of
-                the same repository are removed.
+            name: full name with a registry and a tag. A tag must always mean the same content. Other tags of the same
+                repository are removed.
 
         Raises:
             ClusterError: there are further nodes, which got their images from the first when they were added.

@@ -14,10 +14,10 @@ def containerd_config(*, sandbox_image: str, plugins: Path, registries: Path, fo
         sandbox_image: image of the process that holds a pod's namespaces.
         plugins: directory of the network plugins' programs.
         registries: directory of `plain_http_registry`'s files, each as `host:port/hosts.toml`; read at each pull.
-        for_kubelet: whether to serve the kubelet; without, containerd only keeps its store.
+        for_kubelet: whether to serve the kubelet; if not, containerd only serves its store.
     """
     disabled = [] if for_kubelet else ["io.containerd.grpc.v1.cri"]
-    # restrict_oom_score_adj: in a container, root may not lower the score below its own.
+    # restrict_oom_score_adj: in a container, even root may not lower the score below its own.
     return f"""version = 2
 root = "/var/lib/containerd"
 state = "/run/containerd"
@@ -50,7 +50,7 @@ disabled_plugins = {disabled}
 
 
 def plain_http_registry(host: str) -> str:
-    """Return containerd's file of a registry (`host:port`) that speaks no TLS."""
+    """Return containerd's configuration for a registry (`host:port`) without TLS."""
     return f'server = "http://{host}"\n[host."http://{host}"]\ncapabilities = ["pull", "resolve"]\n'
 
 
@@ -66,11 +66,11 @@ def kubelet_config(*, address: str, cgroup: str, authority: Path, serving: KeyPa
     """Return the KubeletConfiguration.
 
     Args:
-        address: of the node, on which the kubelet listens.
+        address: address of the node, on which the kubelet listens.
         cgroup: name of the top-level cgroup for the pods.
         authority: certificate that signs the clients' certificates.
-        serving: what the kubelet shows to its clients.
-        resolver: resolv.conf for pods with the node's own DNS policy.
+        serving: certificate that the kubelet presents to its clients.
+        resolver: resolv.conf of the node, for pods whose DNS policy uses it.
     """
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -87,21 +87,21 @@ def kubelet_config(*, address: str, cgroup: str, authority: Path, serving: KeyPa
         "authorization": {"mode": "Webhook"},
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": f"/{cgroup}",
-        # The control plane of the test notices a lost node within seconds, so a node must say often that it lives.
+        # The test's control plane gives up a silent node within seconds, so a node must report its status often.
         "nodeStatusUpdateFrequency": "2s",
         "nodeLeaseDurationSeconds": 8,
-        # A container that a test kills five times starts again in seconds, not after 10, 20, 40, 80 and 160 of them.
+        # A container that a test kills five times restarts within seconds, not after 10, 20, 40, 80 and 160 seconds.
         "crashLoopBackOff": {"maxContainerRestartPeriod": "2s"},
         "failCgroupV1": False,
         "failSwapOn": False,
-        # The node's cores are few and shared with everything else here: limits throttle only what would be idle time.
+        # The node has few cores and shares them with everything else here: limits would only leave cores idle.
         "cpuCFSQuota": False,
         "makeIPTablesUtilChains": False,
         "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
         "clusterDNS": [BRIDGE_ADDRESS],
         "clusterDomain": "cluster.local",
         "resolvConf": str(resolver),
-        # Images cannot be pulled again: never delete one to free space, and evict pods only when nothing is left.
+        # Images cannot be pulled again, so none is deleted to free space. Pods are evicted only when nothing is left.
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {
             "memory.available": "100Mi",

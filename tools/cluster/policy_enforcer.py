@@ -1,6 +1,6 @@
 """Enforces NetworkPolicies on the test cluster's nodes, as a network plugin of a real cluster does.
 
-A new policy or pod is taken notice of within half a second. Until then a pod is open: plugins differ in that.
+A new policy or pod takes effect within half a second. Until then a pod is not restricted; network plugins differ in that.
 """
 
 import http.client
@@ -22,21 +22,21 @@ _POLICIES = "/apis/networking.k8s.io/v1/networkpolicies"
 _PODS = "/api/v1/pods"
 _NAMESPACES = "/api/v1/namespaces"
 _TABLE = "finetune-policies"
-"""Name of the nftables table, of the family ip."""
+"""Name of the nftables table of family ip."""
 _ESTABLISHED = "ct state established,related accept"
 
 
 class PolicyEnforcer:
-    """Context manager: a thread that keeps the rules of all nodes up to date, and removes them at the end."""
+    """Context manager that runs a thread to keep the rules of all nodes up to date, and removes the rules at the end."""
 
     def __init__(self, api: ApiReader, nodes: Sequence[NodeNetwork]) -> None:
         self._api = api
         self._nodes = nodes
         self._applied: str | None = None
         self._rounds = 0
-        """How many have been begun."""
+        """Number of rounds that have begun."""
         self._finished = 0
-        """The last round whose rules hold."""
+        """The last round whose rules are in effect."""
         self._changed = threading.Condition()
         self._stopping = False
         self._error: Exception | None = None
@@ -57,10 +57,10 @@ class PolicyEnforcer:
             raise ClusterError("the enforcement of NetworkPolicies ended early") from self._error
 
     def settle(self) -> None:
-        """Wait until what the API server shows now of policies and pods is enforced.
+        """Wait until the policies and pods that the API server has now are enforced.
 
         Raises:
-            ClusterError: the thread has ended by an error, or the API server did not answer for half a minute.
+            ClusterError: the thread has ended with an error, or the API server did not answer for half a minute.
         """
         with self._changed:
             wanted = self._rounds + 1
@@ -76,18 +76,18 @@ class PolicyEnforcer:
                     self._rounds += 1
                     current = self._rounds
                 try:
-                    found = [_items(connection, path) for path in (_POLICIES, _PODS, _NAMESPACES)]
+                    objects = [_items(connection, path) for path in (_POLICIES, _PODS, _NAMESPACES)]
                 except (OSError, http.client.HTTPException):
-                    connection.close()  # it is opened again by the next request
+                    connection.close()  # the next request opens it again
                 else:
-                    self._apply(ruleset(pod_rules(*found)))
+                    self._apply(ruleset(pod_rules(*objects)))
                     with self._changed:
                         self._finished = current
                         self._changed.notify_all()
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopping, _POLL_SECONDS)
             connection.close()
-        except Exception as error:  # noqa: BLE001 - settle and the end of the context say it
+        except Exception as error:  # noqa: BLE001 - settle and the end of the context report it
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -123,18 +123,18 @@ def _items(connection: http.client.HTTPSConnection, path: str) -> list[dict[str,
 
 
 def removal() -> str:
-    """Input of `nft -f` that removes the table, whether it is there or not."""
+    """Input of `nft -f` that removes the table if it exists."""
     return f"table ip {_TABLE}\ndelete table ip {_TABLE}\n"
 
 
 def ruleset(rules: Sequence[PodRules]) -> str:
     """Input of `nft -f` that replaces all rules at once.
 
-    A packet between pods of one node is seen because the kernel gives bridged packets to the forward hook, one to the node itself
-    in the input hook, both after translation of Service addresses. A node reaches its own pods always, as Kubernetes demands.
+    Packets between pods of one node pass the forward hook, because the kernel passes bridged packets to it; packets to the node
+    itself pass the input hook. Both come after the translation of Service addresses. A node always reaches its own pods.
     """
-    egress = {one.address: one.egress for one in rules if one.egress is not None}
-    ingress = {one.address: one.ingress for one in rules if one.ingress is not None}
+    egress = {pod.address: pod.egress for pod in rules if pod.egress is not None}
+    ingress = {pod.address: pod.ingress for pod in rules if pod.ingress is not None}
     return "\n".join(
         [
             f"{removal()}table ip {_TABLE} {{",
@@ -169,10 +169,11 @@ def _peers(field: str, flow: Flow) -> str:
 
 
 def _ports(ports: Iterable[Ports]) -> list[str]:
-    """A match for each protocol; one that matches everything if there are no ports."""
+    """Return a match for each protocol, or a single match for everything if there are no ports."""
     by_protocol: dict[str, list[str]] = {}
-    for one in ports:
-        by_protocol.setdefault(one.protocol, []).append(f"{one.first}-{one.last}" if one.last > one.first else f"{one.first}")
+    for part in ports:
+        numbers = f"{part.first}-{part.last}" if part.last > part.first else f"{part.first}"
+        by_protocol.setdefault(part.protocol, []).append(numbers)
     return [f"{protocol} dport {_set(numbers)} " for protocol, numbers in by_protocol.items()] or [""]
 
 

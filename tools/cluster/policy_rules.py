@@ -20,7 +20,7 @@ class Ports:
     """tcp, udp or sctp."""
     first: int
     last: int
-    """Inclusive."""
+    """Last port, inclusive."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class Flow:
     peers: tuple[str, ...]
     """IPv4 addresses and ranges."""
     ports: tuple[Ports, ...] = ()
-    """Empty: every port of every protocol."""
+    """Allowed ports; empty for all ports of all protocols."""
     excluded: tuple[str, ...] = ()
     """Ranges within the peers that are not allowed."""
 
 
 @dataclass(frozen=True)
 class PodRules:
-    """What one pod is allowed. None: no policy speaks of this direction, so everything is allowed."""
+    """Allowed connections of one pod. None: no policy applies to this direction, so everything is allowed."""
 
     address: str
     ingress: tuple[Flow, ...] | None
@@ -50,7 +50,7 @@ class _Pod:
     labels: Mapping[str, str]
     address: str
     named_ports: Mapping[tuple[str, str], int]
-    """By protocol and name."""
+    """Ports by protocol and name."""
 
 
 def pod_rules(policies: Iterable[Document], pods: Iterable[Document], namespaces: Iterable[Document]) -> list[PodRules]:
@@ -59,22 +59,22 @@ def pod_rules(policies: Iterable[Document], pods: Iterable[Document], namespaces
     Pods without an address, pods that have ended, and pods in the node's own network are neither subjects nor peers.
     """
     running = [pod for pod in map(_read_pod, pods) if pod is not None]
-    labels = {one["metadata"]["name"]: one["metadata"].get("labels") or {} for one in namespaces}
-    known = [(one["metadata"]["namespace"], one["spec"]) for one in policies]
-    found: list[PodRules] = []
+    labels = {item["metadata"]["name"]: item["metadata"].get("labels") or {} for item in namespaces}
+    known = [(policy["metadata"]["namespace"], policy["spec"]) for policy in policies]
+    rules: list[PodRules] = []
     for pod in running:
         chosen = [spec for namespace, spec in known if namespace == pod.namespace and _matches(spec["podSelector"], pod.labels)]
         ingress = [spec for spec in chosen if "Ingress" in _policy_types(spec)]
         egress = [spec for spec in chosen if "Egress" in _policy_types(spec)]
         if chosen:
-            found.append(
+            rules.append(
                 PodRules(
                     pod.address,
                     ingress=_flows(ingress, "ingress", "from", pod, pods=running, namespaces=labels) if ingress else None,
                     egress=_flows(egress, "egress", "to", pod, pods=running, namespaces=labels) if egress else None,
                 )
             )
-    return found
+    return rules
 
 
 def _read_pod(document: Document) -> _Pod | None:
@@ -105,9 +105,9 @@ def _flows(
     for rule in (rule for spec in specs for rule in spec.get(direction) or []):
         for port in rule.get("ports") or []:
             if "endPort" in port or (direction == "egress" and isinstance(port.get("port"), str)):
-                raise ValueError(f"policies of this product have no such ports: {port}")
-        # A name is that of a port of the pod that accepts the connection.
-        ports = tuple(found for port in rule.get("ports") or [] if (found := _port(port, subject)) is not None)
+                raise ValueError(f"port ranges, and port names in egress rules, are not supported: {port}")
+        # A port name refers to a port of the pod that accepts the connection.
+        ports = tuple(read for port in rule.get("ports") or [] if (read := _port(port, subject)) is not None)
         if rule.get("ports") and not ports:
             continue
         for peer in rule.get(side) or [{"ipBlock": {"cidr": ANYWHERE}}]:
@@ -142,6 +142,6 @@ def _matches(selector: Document, labels: Mapping[str, str]) -> bool:
     if any(labels.get(key) != value for key, value in (selector.get("matchLabels") or {}).items()):
         return False
     expressions = selector.get("matchExpressions") or []
-    if unknown := {one["operator"] for one in expressions} - {"In"}:
-        raise ValueError(f"our policies have no such operators in their selectors: {unknown}")
-    return all(labels.get(one["key"]) in one["values"] for one in expressions)
+    if unknown := {expression["operator"] for expression in expressions} - {"In"}:
+        raise ValueError(f"these operators of selectors are not supported: {unknown}")
+    return all(labels.get(expression["key"]) in expression["values"] for expression in expressions)

@@ -1,4 +1,4 @@
-"""Starting, watching and ending the test cluster's processes."""
+"""Starts, checks and ends the test cluster's processes."""
 
 import os
 import signal
@@ -11,29 +11,29 @@ from tools.cluster.errors import ClusterError
 
 _LOG_TAIL_LINES = 25
 _END_SECONDS = 30.0
-"""A killed process ends at once; a machine short of CPU or disk may take this long to let it."""
+"""Limit for the end of a killed process, for a machine that is short of CPU or disk; usually it ends at once."""
 
 
 @dataclass(frozen=True)
 class Component:
-    """A running process of the cluster, leader of its own process group."""
+    """A running process of the cluster, which leads its own process group."""
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
 
     def check_running(self) -> None:
-        """Raise ClusterError with the end of the log when the process has ended by itself."""
+        """Raise ClusterError with the end of the log if the process has ended by itself."""
         code = self.process.poll()
         if code is not None:
             raise ClusterError(f"{self.name} ended with exit code {code}; {log_tail(self.log)}")
 
     def pause(self) -> None:
-        """Let the process stand still: whoever connects to it waits."""
+        """Pause the process: its clients wait."""
         self.process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let a process that stands still go on."""
+        """Continue a paused process."""
         self.process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
@@ -44,10 +44,10 @@ class Component:
 
 
 def start_component(name: str, command: Sequence[str | Path], log: Path) -> Component:
-    """Start a process in its own process group, its output at the end of `log`.
+    """Start a process in its own process group. Its output is appended to `log`.
 
-    The kernel kills it when the thread that calls this ends, however that happens, so that an aborted test run
-    leaves no server behind.
+    The kernel kills it when the calling thread ends, for whatever reason, so that an aborted test run leaves no server
+    behind.
     """
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""What a real node needs of this machine: Debian packages, root, namespaces and cgroups."""
+"""Checks what a real node needs on this machine: Debian packages, root, namespaces and cgroups."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ _PACKAGE_OF_PROGRAM = {
     "unshare": "util-linux",
     "setpriv": "util-linux",
 }
-"""Programs that a node runs on, or that images for it are built with, and the Debian packages that bring them."""
+"""Programs that nodes or builds of images need -> the Debian packages that contain them."""
 
 _PLUGIN_PACKAGE = "containernetworking-plugins"
 _PLUGIN_DIRECTORIES = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
@@ -35,7 +35,7 @@ _PLUGINS = ("bridge", "host-local", "loopback", "portmap")
 
 
 def plugin_directory() -> Path | None:
-    """Return the directory that holds the network plugins, or None when they are not installed."""
+    """Return the directory of the network plugins, or None if they are not installed."""
     for directory in _PLUGIN_DIRECTORIES:
         if all((directory / plugin).exists() for plugin in _PLUGINS):
             return directory
@@ -51,7 +51,7 @@ def missing_packages() -> list[str]:
 
 
 def ensure_packages() -> None:
-    """Install the Debian packages that are missing; does nothing when none is.
+    """Install the Debian packages that are missing, if any.
 
     Raises:
         ClusterError: some are missing and cannot be installed: no root, no apt-get, or apt-get failed.
@@ -60,7 +60,7 @@ def ensure_packages() -> None:
 
 
 def install_packages(missing: list[str]) -> None:
-    """Install Debian packages; does nothing for none. Raises ClusterError as `ensure_packages` does."""
+    """Install these Debian packages, if any. Raises ClusterError as `ensure_packages` does."""
     if not missing:
         return
     if not _can_install():
@@ -72,9 +72,9 @@ def install_packages(missing: list[str]) -> None:
 
 
 def unsupported_reason() -> str | None:
-    """Return why this machine cannot run a real node, or None when it can.
+    """Return why this machine cannot run a real node, or None if it can.
 
-    Changes nothing. What `ensure_packages` and `ensure_binaries` can provide counts as there.
+    Changes nothing. Programs that `ensure_packages` and `ensure_binaries` can provide are not reported as missing.
     """
     if not sys.platform.startswith("linux"):
         return f"a node needs Linux, this is {sys.platform}"

@@ -1,4 +1,4 @@
-"""The directory of one cluster run: made new, locked while in use, removed afterwards."""
+"""The directory of one cluster run: new for each run, locked while in use, and removed afterwards."""
 
 import fcntl
 import os
@@ -38,7 +38,7 @@ def _lock_file(directory: Path) -> Path:
 
 
 def _remove_abandoned() -> None:
-    """Delete the directories of runs that were killed: those whose lock nobody holds."""
+    """Delete the directories of runs that were killed: those whose lock no process holds."""
     for directory in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         if not _lock_file(directory).exists() or directory.stat().st_uid != os.geteuid():
             continue

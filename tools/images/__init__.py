@@ -1,6 +1,6 @@
-"""The product's container images, built from the Containerfiles of this tree without a registry or a daemon.
+"""Builds the product's container images from the Containerfiles of this tree, without a registry or a daemon.
 
-`python -m tools.images` builds both. Everything slow is kept in the cache by the hash of what goes into it.
+`python -m tools.images` builds both. The results of all slow steps are cached by the hash of their inputs.
 """
 
 import os
@@ -25,43 +25,43 @@ from tools.images.wheelhouse import wheelhouse
 __all__ = ["Image", "ImageError", "build", "rebuilt_manifest"]
 
 _KEPT = 2
-"""Newest sets of dependencies, and newest tags on top of each, that stay in the cache."""
+"""Number of sets of dependencies that stay in the cache, and number of tags for each: the newest."""
 
 _ATTEMPTS = 3
-"""Builds of a tree that is being edited before giving up: an image must be what its tag says."""
+"""Maximum number of builds while the tree is being edited: an image must match its tag, which is the hash of its sources."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """An image that is built."""
+    """A built image."""
 
     name: str
     tag: str
-    """Changes with everything that the image is made from."""
+    """Hash of everything that the image is made from."""
     storage: Storage
 
     @property
     def reference(self) -> str:
-        """Full name, as the container runtime knows the image; in a pod, `name:tag` is the same."""
+        """Full name of the image in the container runtime; in a pod, `name:tag` means the same."""
         return f"docker.io/library/{self.name}:{self.tag}"
 
     @property
     def stored(self) -> StoredImage:
         """The image's manifest, configuration and layers."""
-        found = find_image(self.storage.root, f"localhost/{self.name}:{self.tag}")
-        if found is None:
+        stored = find_image(self.storage.root, f"localhost/{self.name}:{self.tag}")
+        if stored is None:
             raise ImageError(f"{self.name}:{self.tag} is no longer in {self.storage.root}: build it again")
-        return found
+        return stored
 
     @contextmanager
     def archive(self, present: Collection[str] = ()) -> Iterator[Path]:
-        """Give the path of an OCI archive of the image that can be read once, from its start to its end.
+        """Give the path of an OCI archive of the image that can be read once, from start to end.
 
-        The path is a named pipe: six gigabytes go to the reader without a copy on disk. The archive carries no name,
-        so the reader gives one: `ctr images import --index-name REFERENCE PATH`.
+        The path is a named pipe, so that six gigabytes reach the reader without a copy on disk. The archive contains no
+        image name, so the reader sets one: `ctr images import --index-name REFERENCE PATH`.
 
         Args:
-            present: Digests of blobs that the reader has already (`ctr content ls --quiet`) and that are left out.
+            present: Digests of blobs that are left out because the reader has them (`ctr content ls --quiet`).
 
         Raises:
             ImageError: the storage is damaged. The reader has then seen an archive that ends early.
@@ -75,38 +75,38 @@ class Image:
             try:
                 yield pipe
             finally:
-                # A reader that never came would leave the writer waiting for one: be one, until the writer knows.
+                # If no reader has opened the pipe, the writer would wait for one: open it here, so that the writer goes on.
                 reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
                 opened.wait()
                 os.close(reader)
             written.result()
 
     def push(self, registry: str, *, tag: str | None = None, plain_http: bool = False) -> str:
-        """Push the image to `registry/name:tag`; `registry` may have a path. Returns the digest by which it is pulled.
+        """Push the image to `registry/name:tag`; `registry` may contain a path. Returns the digest of its manifest.
 
         Args:
-            tag: Unset: that of the sources.
-            plain_http: Whether the registry speaks no TLS.
+            tag: Tag in the registry; None for the tag of the sources.
+            plain_http: Whether the registry has no TLS.
         """
         target = f"{registry}/{self.name}:{tag or self.tag}"
         return self.storage.push(f"localhost/{self.name}:{self.tag}", target, plain_http=plain_http)
 
     @contextmanager
     def mounted(self) -> Iterator[Path]:
-        """Mount a throw-away copy of the image's file system (needs root) and give its root."""
+        """Mount a temporary copy of the image's file system (needs root) and give its root."""
         with self.storage.mounted(f"localhost/{self.name}:{self.tag}") as root:
             yield root
 
 
 def _write_pipe(pipe: Path, opened: threading.Event, stored: StoredImage, present: Collection[str]) -> None:
-    # A reader that has what it wants, or failed, closes the pipe; it knows best what went wrong.
+    # A reader that is done or has failed closes the pipe, and reports the error itself.
     with suppress(BrokenPipeError), pipe.open("wb") as output:
         opened.set()
         write_archive(stored, output, present)
 
 
 def build(which: str) -> Image:
-    """Return the image `trainer` or `operator` of the tree as it is now, built if the cache lacks it (needs root).
+    """Return the image `trainer` or `operator` of the current tree. Builds it if the cache lacks it (needs root).
 
     Raises:
         ImageError: a program is missing, or a step failed.
@@ -132,7 +132,7 @@ def build(which: str) -> Image:
 
 
 def rebuilt_manifest(which: str) -> bytes:
-    """Build the image `trainer` or `operator` once more from its base and its wheels, and return its manifest.
+    """Build the image `trainer` or `operator` again from its base and its wheels, and return its manifest.
 
     Raises:
         ImageError: a step failed.
@@ -149,13 +149,13 @@ def rebuilt_manifest(which: str) -> bytes:
 
 
 def _named(sources: Sources, directory: Path) -> Image:
-    """The image that the tree makes as it is now."""
+    """Return the image of the current tree, which may not be built yet."""
     return Image(sources.name, sources.tag, Storage(directory / f"{sources.name}-{sources.dependencies_hash}"))
 
 
 def _build(sources: Sources, image: Image, directory: Path) -> None:
     image.storage.clear_interrupted()
-    # One waits for a mirror and for dpkg, the other for the package index.
+    # Base images wait for a mirror and for dpkg, and wheels for the package index.
     with ThreadPoolExecutor() as parallel:
         archives = [parallel.submit(_base, directory, kind) for kind in sources.kinds]
         wheels = parallel.submit(wheelhouse, sources, cache_root() / "wheels")

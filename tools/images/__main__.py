@@ -1,7 +1,7 @@
 """`python -m tools.images [trainer|operator|all]` builds images and prints their names.
 
-With `--push REGISTRY` they are pushed there, and what is printed are the settings with which helm installs them by digest;
-`--values FILE` keeps the same as a file of values.
+With `--push REGISTRY` it pushes them there, and prints the options with which helm installs them by digest; `--values FILE`
+writes the same as a values file.
 """
 
 import argparse
@@ -15,18 +15,18 @@ from tools.images import ImageError, build
 from tools.images.sources import SOURCES
 
 VALUES = {"finetune-operator": "image", "finetune-trainer": "trainerImage"}
-"""Of the chart, by image."""
+"""Image -> value of the chart that names it."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.images", description=__doc__)
     parser.add_argument("which", nargs="?", default="all", choices=[*SOURCES, "all"])
-    parser.add_argument("--push", metavar="REGISTRY", help="registry, with a path if it needs one, as in registry.example/team")
-    parser.add_argument("--plain-http", action="store_true", help="the registry speaks no TLS")
-    parser.add_argument("--values", type=Path, metavar="FILE", help="where to write what was pushed as values of the chart")
+    parser.add_argument("--push", metavar="REGISTRY", help="registry, with a path if needed, such as registry.example/team")
+    parser.add_argument("--plain-http", action="store_true", help="the registry has no TLS")
+    parser.add_argument("--values", type=Path, metavar="FILE", help="write the pushed images to FILE, as values of the chart")
     given = parser.parse_args()
     which, values = given.which, {}
-    ensure_packages()  # before the threads, of which only one could hold the package manager's lock
+    ensure_packages()  # before the threads start, because only one could hold the package manager's lock
     try:
         with ThreadPoolExecutor() as parallel:
             for image in parallel.map(build, SOURCES if which == "all" else [which]):
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def helm_setting(value: str, registry: str, digest: str) -> str:
-    """The option with which helm installs an image by digest; `value` is the chart's name for it."""
+    """Return the option with which helm installs an image by digest. `value`: the chart's value for the image."""
     return f"--set {value}.registry={registry},{value}.digest={digest}"
 
 

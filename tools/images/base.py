@@ -1,6 +1,6 @@
-"""The images that those of the tests and of releases are built on, made from Debian packages because no registry can be asked.
+"""The base images of all builds, made from Debian packages because no registry is available.
 
-One stays as the base; the other has a compiler, and is used in a stage whose other files are left behind.
+One is the base of the final image. The other has a compiler, and is used only in an earlier stage of the build.
 """
 
 import hashlib
@@ -11,24 +11,24 @@ from pathlib import Path
 from tools.images.programs import run, timed
 
 SNAPSHOT_VARIABLE = "DEBIAN_SNAPSHOT"
-"""Environment variable: a point in time of Debian's archive (20261101T000000Z). Unset: what the mirrors have today."""
+"""Environment variable with a time of Debian's archive (20261101T000000Z). Unset: the mirrors' current packages."""
 
 _MIRRORS, _ARCHIVE = "http://deb.debian.org", "http://snapshot.debian.org/archive"
 _SUITE = "bookworm"
 _REPOSITORIES = (("debian", _SUITE), ("debian", f"{_SUITE}-updates"), ("debian-security", f"{_SUITE}-security"))
 _PACKAGES = ("python3.11-minimal", "libpython3.11-stdlib", "tini", "ca-certificates", "libstdc++6")
 KINDS = {"base": _PACKAGES, "compiler": (*_PACKAGES, "gcc", "libc6-dev", "libpython3.11-dev")}
-"""Packages of each image, by what it is for."""
+"""Kind of base image -> its packages."""
 _OPTIONS = ("--quiet", "--variant=essential")
 EPOCH = 0
-"""Seconds since 1970: the time of every file and of every image, so that the same input gives the same bytes."""
+"""Time of every file and image, in seconds since 1970, so that the same input gives the same bytes."""
 
 
 def package_sources(snapshot: str | None) -> str:
-    """The base's lines for apt, with Debian's security updates; those of a snapshot stay what they are.
+    """Return the sources.list of the base image, including security updates. A snapshot never changes.
 
     Args:
-        snapshot: A point in time as Debian's archive of snapshots writes it, or None for what the mirrors have today.
+        snapshot: A time in the form of Debian's snapshot archive, or None for the mirrors' current packages.
     """
     options = "" if snapshot is None else "[check-valid-until=no] "
     host, point = (_MIRRORS, "") if snapshot is None else (_ARCHIVE, f"/{snapshot}")
@@ -40,7 +40,7 @@ def chosen_sources() -> str:
 
 
 def base_hash(kind: str = "base") -> str:
-    """Changes with the way in which the image is made; kind: of KINDS."""
+    """Hash of the way in which a base image is made. kind: a key of KINDS."""
     return hashlib.sha256("\0".join((chosen_sources(), *_options(kind), str(EPOCH))).encode()).hexdigest()[:16]
 
 
@@ -49,7 +49,7 @@ def _options(kind: str) -> tuple[str, ...]:
 
 
 def base_archive(directory: Path, kind: str = "base") -> Path:
-    """Return the tar file of the image's file system in `directory`, made there if it is missing (needs root).
+    """Return the tar file of the image's file system in `directory`. Creates it if it is missing (needs root).
 
     The same packages give the same bytes.
 

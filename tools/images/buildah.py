@@ -1,4 +1,4 @@
-"""Building with buildah, without a daemon and without a registry, in a storage directory of its own."""
+"""Builds images with buildah, without a daemon or a registry, in a separate storage directory."""
 
 import hashlib
 import shutil
@@ -16,18 +16,18 @@ _TIMES = ("--timestamp", str(EPOCH))
 
 @dataclass(frozen=True)
 class Storage:
-    """A directory that holds the layers of one image, of its earlier tags and of its base."""
+    """A directory with the layers of one image, of its earlier tags and of its base."""
 
     directory: Path
 
     @property
     def root(self) -> Path:
-        """Where buildah keeps images; `store.py` reads it."""
+        """Directory of buildah's images; `store.py` reads it."""
         return self.directory / "storage"
 
     @property
     def mounts(self) -> Path:
-        """Where buildah keeps its list of mounts, which must not survive a reboot."""
+        """Directory of buildah's list of mounts, which must not survive a reboot."""
         return Path("/run/finetune-images") / hashlib.sha256(str(self.directory).encode()).hexdigest()[:16]
 
     def _buildah(self, *arguments: str | Path, text: str | None = None) -> str:
@@ -41,33 +41,33 @@ class Storage:
         )
 
     def clear_interrupted(self) -> None:
-        """Remove what a build that was killed has left."""
+        """Remove what a killed build has left."""
         self._buildah("umount", "--all")
         self._buildah("rm", "--all")
         shutil.rmtree(self.directory / "scratch")
 
     def import_file_system(self, kind: str, archive: Path) -> None:
-        """Make a tar file of a file system an image to build on; kind: of KINDS, what it is for."""
+        """Import the tar file of a file system as a base image. kind: a key of KINDS."""
         if self._buildah("images", "--quiet", "--filter", f"reference={imported(kind)}"):
             return
         with archive.open("rb") as file:
-            # Before the import, so that no image is there without it.
+            # The digest is written before the import, so that no image exists without it.
             self._digest_file(kind).write_text(hashlib.file_digest(file, "sha256").hexdigest())
         recipe = f"FROM scratch\nADD {archive.name} /\n"
         self._buildah("build", "--quiet", *_TIMES, "--file", "-", "--tag", imported(kind), archive.parent, text=recipe)
 
     def file_systems(self, sources: Sources) -> dict[str, str]:
-        """By what they are for, the SHA-256 of what an image was built on, 64 hexadecimal digits."""
+        """Kind of base image -> SHA-256 of the file system that was imported, as 64 hexadecimal digits."""
         return {kind: self._digest_file(kind).read_text() for kind in sources.kinds}
 
     def _digest_file(self, kind: str) -> Path:
         return self.directory / f"{kind}.sha256"
 
     def build(self, sources: Sources, wheels: Path) -> None:
-        """Build the image as its Containerfile says; steps whose input is unchanged are not repeated.
+        """Build the image from its Containerfile. Steps whose input is unchanged are not repeated.
 
-        The result waits under a name of its own for `accept`. The name also keeps the steps: removing the last name
-        of an image removes the nameless images that it was built from.
+        The result has a temporary name until `accept`. The name also keeps the cached steps: removing the last name of an
+        image removes the unnamed images that it was built from.
         """
         self._build(sources, wheels, "--layers", "--tag", _built(sources))
 
@@ -85,17 +85,17 @@ class Storage:
         )
 
     def derive(self, recipe: str, reference: str, context: Path, shared: Iterable[Path] = ()) -> None:
-        """Build an image as the text of a Containerfile says, on images that are here, and name it `reference`.
+        """Build an image from the text of a Containerfile, on images of this storage, and name it `reference`.
 
         Args:
-            context: The directory that its COPY sees.
-            shared: Files of this machine that its RUN sees at the same place, and that the image does not have.
+            context: The directory from which COPY copies.
+            shared: Files of this machine that RUN sees at the same path, and that the image does not contain.
         """
         volumes = [f"--volume={path}:{path}:ro" for path in shared]
         self._buildah("build", "--quiet", "--pull-never", *volumes, "--file", "-", "--tag", reference, context, text=recipe)
 
     def tag(self, reference: str, name: str) -> None:
-        """Give an image a further name, which `remove` removes again."""
+        """Give an image an additional name, which `remove` removes."""
         self._buildah("tag", reference, name)
 
     def remove(self, reference: str) -> None:
@@ -103,28 +103,28 @@ class Storage:
         self._buildah("rmi", reference)
 
     def accept(self, sources: Sources, tag: str, keep: int) -> None:
-        """Give the image that was built last its tag, and remove all tags but the `keep` that were built last.
+        """Tag the image that was built last, and remove all but the newest `keep` tags.
 
-        The order is written down here: all images say that they were created at the same time, so that equal sources
-        make equal bytes.
+        The order of the tags is kept in a file, because all images have the same creation time, so that equal sources
+        give equal bytes.
         """
         self._buildah("tag", _built(sources), f"localhost/{sources.name}:{tag}")
         earlier = self._accepted.read_text().split() if self._accepted.exists() else []
-        kept = [tag, *(each for each in earlier if each != tag)][:keep]
+        kept = [tag, *(other for other in earlier if other != tag)][:keep]
         self._accepted.write_text("\n".join(kept))
         listed = self._buildah("images", "--noheading", "--format", "{{.Name}}:{{.Tag}}")
-        wanted = {_built(sources), *(f"localhost/{sources.name}:{each}" for each in kept)}
+        wanted = {_built(sources), *(f"localhost/{sources.name}:{kept_tag}" for kept_tag in kept)}
         older = [name for name in listed.split() if name.startswith(f"localhost/{sources.name}:") and name not in wanted]
         if older:
             self._buildah("rmi", *older)
 
     @property
     def _accepted(self) -> Path:
-        """The file with the tags that are kept, the newest first."""
+        """File with the kept tags, newest first."""
         return self.directory / "tags"
 
     def push(self, reference: str, destination: str, *, plain_http: bool) -> str:
-        """Push an image to `registry/repository:tag`, with the logins of `docker login`. Returns its digest there."""
+        """Push an image to `registry/repository:tag`, with the logins of `docker login`. Returns its digest."""
         digest = self.directory / "scratch" / "digest"
         self._buildah(
             "push",
@@ -139,7 +139,7 @@ class Storage:
 
     @contextmanager
     def mounted(self, reference: str) -> Iterator[Path]:
-        """Mount an image's file system, which is thrown away at the end, and give its root."""
+        """Mount a temporary copy of an image's file system and give its root."""
         container = self._buildah("from", "--pull-never", reference).strip()
         try:
             yield Path(self._buildah("mount", container).strip())
@@ -148,7 +148,7 @@ class Storage:
 
 
 def imported(kind: str) -> str:
-    """Name of the image that was made of such a file system."""
+    """Name of the base image of a kind."""
     return f"localhost/finetune-{kind}:latest"
 
 

@@ -11,33 +11,33 @@ from tools.images.sources import BILL_OF_MATERIALS, REPOSITORY, SOURCES
 _HEADER = "# From uv.lock, by 'python -m tools.images.locks'. Do not edit.\n"
 
 _FORBIDDEN = frozenset({"kernels"})
-"""Packages that no image may have: libraries that find `kernels` fetch native code from a hub at run time."""
+"""Packages that no image may contain: libraries that find `kernels` download native code from a hub at run time."""
 
 _PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^\s;\\]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock, and what of uv.lock it holds."""
+    """A lock file, and the part of uv.lock that it contains."""
 
     path: Path
     subject: str
-    """What is made with it."""
+    """What the lock is used for, for messages."""
     selection: tuple[str, ...]
     """Arguments of `uv export`."""
 
 
 LOCKS = (
-    *(Lock(one.requirements, one.name, ("--no-dev", "--extra", one.extra)) for one in SOURCES.values()),
+    *(Lock(image.requirements, image.name, ("--no-dev", "--extra", image.extra)) for image in SOURCES.values()),
     Lock(BILL_OF_MATERIALS, "the bill of materials", ("--only-group", "sbom")),
 )
 
 
 def derive(lock: Lock) -> str:
-    """Return the text of a lock as uv.lock has it now.
+    """Return the text of a lock according to the current uv.lock.
 
     Raises:
-        ImageError: uv is not installed or failed, or uv.lock leads to a package that no image may have.
+        ImageError: uv is not installed or failed, or uv.lock contains a package that no image may contain.
     """
     exported = run(
         *(sys.executable, "-m", "uv", "export", "--quiet", "--project", REPOSITORY, "--frozen", "--no-emit-project"),
@@ -45,7 +45,7 @@ def derive(lock: Lock) -> str:
     )
     forbidden = sorted(_FORBIDDEN & pinned_versions(exported).keys())
     if forbidden:
-        raise ImageError(f"uv.lock brings {', '.join(forbidden)} into {lock.subject}: remove what depends on it")
+        raise ImageError(f"uv.lock adds {', '.join(forbidden)} to {lock.subject}: remove the package that depends on it")
     return _HEADER + exported
 
 
@@ -55,7 +55,7 @@ def pinned_versions(lock: str) -> dict[str, str]:
 
 
 def stale() -> list[Lock]:
-    """Return the locks that are not what uv.lock says."""
+    """Return the locks that do not match uv.lock."""
     return [lock for lock in LOCKS if not lock.path.exists() or lock.path.read_text(encoding="utf-8") != derive(lock)]
 
 

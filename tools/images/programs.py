@@ -1,4 +1,4 @@
-"""Running the programs that make images."""
+"""Runs the programs that build images."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def run(*command: str | Path, environment: Mapping[str, str] | None = None, text
         text: Standard input.
 
     Raises:
-        ImageError: the program is not installed, or ended with another status than 0.
+        ImageError: the program is not installed, or ended with a status other than 0.
     """
     program = str(command[0])
     if shutil.which(program) is None:
@@ -42,14 +42,14 @@ def run(*command: str | Path, environment: Mapping[str, str] | None = None, text
         check=False,
     )
     if done.returncode != 0:
-        said = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
-        raise ImageError(f"'{' '.join(str(part) for part in command)}' ended with status {done.returncode}:\n{said}")
+        output = "\n".join((done.stdout + done.stderr).splitlines()[-_SHOWN_LINES:])
+        raise ImageError(f"'{' '.join(str(part) for part in command)}' ended with status {done.returncode}:\n{output}")
     return done.stdout
 
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Say on standard error that `what` begins, and how long it took."""
+    """Report on standard error that `what` begins, and how long it took."""
     started = time.monotonic()
     say(what)
     yield

@@ -1,4 +1,4 @@
-"""What goes into each image, and the hashes that name it."""
+"""The sources of each image, and the hashes by which it is named."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -8,15 +8,15 @@ from pathlib import Path
 from tools.images.base import base_hash
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""Root of the source tree, the context of every build."""
+"""Root of the source tree, which is the context of every build."""
 
 _LAYERS = REPOSITORY / "trainer_image" / "layers"
 BILL_OF_MATERIALS = _LAYERS / "sbom.lock"
-"""The packages that list what an image holds, while it is built."""
+"""Lock of the packages that write an image's bill of materials during its build."""
 
 _HASH_DIGITS = 16
 _FINAL_STAGE = "\nFROM "
-"""Begins a stage; the last one adds our code to the installed dependencies."""
+"""Text that begins a stage; the last stage adds our code to the installed dependencies."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Sources:
     name: str
     """Name of the image."""
     directory: Path
-    """Folder of its Containerfile and of its lock."""
+    """Folder of its Containerfile and its lock."""
     extra: str
-    """The optional dependencies, in pyproject.toml, that the image installs."""
+    """The extra of pyproject.toml whose dependencies the image installs."""
     kinds: tuple[str, ...] = ("base",)
-    """Of the file systems that the stages of its Containerfile begin with."""
+    """Kinds of the base images with which the stages of its Containerfile begin."""
 
     @property
     def containerfile(self) -> Path:
@@ -50,24 +50,24 @@ class Sources:
 
     @property
     def locks(self) -> tuple[Path, ...]:
-        """All wheels that a build needs."""
+        """Locks of all wheels that a build needs."""
         return self.requirements, BILL_OF_MATERIALS, self.installer
 
     @property
     def wheelhouse_hash(self) -> str:
-        """Changes with what has to be downloaded."""
+        """Hash of the wheels to download."""
         return _hash(self.locks)
 
     @property
     def dependencies_hash(self) -> str:
-        """Changes with what makes the layers below our code."""
+        """Hash of the sources of the layers below our code."""
         stages = self.containerfile.read_text(encoding="utf-8").rpartition(_FINAL_STAGE)[0]
         recipe = [path for root in self._context() if not (root / "__init__.py").exists() for path in _files(root)]
         return _hash(recipe, self._bases + stages)
 
     @property
     def tag(self) -> str:
-        """Changes with any file that the build can see."""
+        """Hash of all files that the build can see."""
         return _hash([self.containerfile, *(path for root in self._context() for path in _files(root))], self._bases)
 
     @property
@@ -75,7 +75,7 @@ class Sources:
         return "".join(base_hash(kind) for kind in self.kinds)
 
     def _context(self) -> Iterator[Path]:
-        """The files and folders that the ignore file lets into the build."""
+        """Yield the files and folders that the ignore file admits to the build."""
         for line in self.ignorefile.read_text(encoding="utf-8").splitlines():
             if line.startswith("!"):
                 yield REPOSITORY / line[1:]
@@ -85,7 +85,7 @@ SOURCES = {
     "trainer": Sources("finetune-trainer", REPOSITORY / "trainer_image", "trainer", ("base", "compiler")),
     "operator": Sources("finetune-operator", REPOSITORY / "operator", "operator"),
 }
-"""The images, by the word that picks one of them."""
+"""The images by their short names."""
 
 
 def _files(root: Path) -> list[Path]:

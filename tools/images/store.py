@@ -1,8 +1,8 @@
-"""Reads images out of buildah's storage as an OCI archive, leaving out the layers that the reader already has.
+"""Exports images from buildah's storage as an OCI archive, without the layers that the reader already has.
 
 `buildah push` writes a layer of six gigabytes twice and compresses it, and does so again after each change of the
-small layer above it. The storage keeps each layer's files and, beside them, the rest of its tar stream (the format of
-github.com/vbatts/tar-split), so the very bytes that the layer's digest stands for can be had by reading each file once.
+small layer above it. The storage keeps each layer's files and, separately, the rest of its tar stream (the format of
+github.com/vbatts/tar-split). From both, the layer's exact bytes are restored by reading each file once.
 """
 
 import base64
@@ -30,7 +30,7 @@ class _Blob:
     digest: str
     """`sha256:` and 64 hexadecimal digits."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class StoredImage:
 
     @property
     def size(self) -> int:
-        """Bytes of all layers, not compressed."""
+        """Uncompressed size of all layers, in bytes."""
         return sum(layer.size for layer in self.layers)
 
 
 def find_image(root: Path, reference: str) -> StoredImage | None:
-    """Return the image that the storage at `root` knows as `reference` (`localhost/name:tag`), or None.
+    """Return the image with the name `reference` (`localhost/name:tag`) in the storage at `root`, or None.
 
     Raises:
-        ImageError: the image's manifest has compressed layers, which buildah does not make unless told to.
+        ImageError: the image's manifest has compressed layers, which buildah does not create by default.
     """
     index = root / "overlay-images" / "images.json"
     if not index.exists():
@@ -68,7 +68,7 @@ def _read_image(root: Path, record: dict[str, Any]) -> StoredImage:
     manifest = (directory / "manifest").read_bytes()
     parsed = json.loads(manifest)
     config_name = parsed["config"]["digest"]
-    # The storage encodes names that are not plain words.
+    # The storage encodes names with special characters.
     config = (directory / ("=" + base64.b64encode(config_name.encode()).decode())).read_bytes()
     for layer in parsed["layers"]:
         if not layer["mediaType"].endswith(".tar"):
@@ -78,15 +78,15 @@ def _read_image(root: Path, record: dict[str, Any]) -> StoredImage:
 
 
 def write_archive(image: StoredImage, output: BinaryIO, present: Collection[str] = ()) -> None:
-    """Write `image` to `output` as an OCI archive (tar, nothing compressed) that gives it no name.
+    """Write `image` to `output` as an uncompressed OCI archive without an image name.
 
     Args:
-        image: What to write.
-        output: Needs `write` only.
-        present: Digests of blobs that the reader has and that are left out.
+        image: The image to write.
+        output: An object whose only method that is used is `write`.
+        present: Digests of blobs that are left out because the reader has them.
 
     Raises:
-        ImageError: a layer in the storage is not what its digest says.
+        ImageError: a layer in the storage does not match its digest.
     """
     manifest_digest = "sha256:" + hashlib.sha256(image.manifest).hexdigest()
     index = {
@@ -119,13 +119,13 @@ def _write_entry(output: BinaryIO, name: str, content: bytes) -> None:
 
 
 def _layer_identifiers(root: Path) -> dict[str, str]:
-    """Digest of each layer's tar stream -> the name that the storage gave the layer."""
+    """Return the digest of each layer's tar stream -> the layer's name in the storage."""
     records = json.loads((root / "overlay-layers" / "layers.json").read_bytes())
     return {record["diff-digest"]: record["id"] for record in records if "diff-digest" in record}
 
 
 class _HashingWriter:
-    """Passes bytes on and keeps their digest and number."""
+    """Passes bytes on, and computes their digest and number."""
 
     def __init__(self, output: BinaryIO) -> None:
         self._output = output
@@ -161,7 +161,7 @@ def _copy_layer(root: Path, identifier: str, layer: _Blob, output: BinaryIO) -> 
 
 
 def _file_name(entry: dict[str, Any]) -> str:
-    # A name that is not UTF-8 is given in another form.
+    # A name that is not UTF-8 is in another field.
     raw = entry.get("name_raw")
     name: str = entry["name"] if raw is None else os.fsdecode(base64.b64decode(raw))
     return name.lstrip("/")

@@ -12,7 +12,7 @@ _PIP = "pip==26.3"
 
 
 def wheelhouse(sources: Sources, directory: Path) -> Path:
-    """Return the folder in `directory` with the wheels of the image's locks, downloaded if it is missing.
+    """Return the folder in `directory` with the wheels of the image's locks. Downloads them if it is missing.
 
     Raises:
         ImageError: a download failed, or a file's hash is not in the lock.

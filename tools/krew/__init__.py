@@ -1,5 +1,5 @@
-"""`kubectl finetune` as Krew installs it: an archive for each platform, and the manifest that names them.
+"""Builds the Krew plugin `kubectl finetune`: an archive for each platform, and the manifest that names them.
 
-An archive holds the command line with its locked dependencies, without the trainer's. Those for Linux hold the interpreter, too,
-and need nothing of the machine but `/bin/sh`; those for macOS need Python 3.11.
+An archive contains the command line and its locked dependencies, without those of the trainer. Archives for Linux also contain
+the Python interpreter, and need only `/bin/sh` on the machine; those for macOS need Python 3.11.
 """

@@ -1,4 +1,4 @@
-"""`python -m tools.krew --version V --url U` writes `kubectl finetune` as Krew installs it, and its manifest."""
+"""`python -m tools.krew --version V --url U`: write the archives of the Krew plugin `kubectl finetune`, and its manifest."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ VERSION = re.compile(r"\d+\.\d+\.\d+(-[0-9A-Za-z.-]+)?")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.krew", description=__doc__)
-    parser.add_argument("--version", required=True, help="as in 0.2.0")
-    parser.add_argument("--url", required=True, help="of the directory from which people will load the archives")
+    parser.add_argument("--version", required=True, help="version of the plugin, such as 0.2.0")
+    parser.add_argument("--url", required=True, help="URL of the directory from which Krew will download the archives")
     parser.add_argument(
-        "--platform", action="append", choices=[one.name for one in PLATFORMS], help="repeated; unset: that of this machine"
+        "--platform", action="append", choices=[item.name for item in PLATFORMS], help="repeatable; default: this machine's"
     )
     parser.add_argument("--output", type=Path, default=Path("build/krew"))
     given = parser.parse_args()
     if not VERSION.fullmatch(given.version):
-        parser.error(f"--version {given.version}: a release is named by three numbers, as in 0.2.0 or 0.2.0-rc.1")
+        parser.error(f"--version {given.version}: a version has three numbers, such as 0.2.0 or 0.2.0-rc.1")
     if not given.url.startswith("https://"):
-        parser.error(f"--url {given.url}: Krew loads archives from an address that begins with https://")
+        parser.error(f"--url {given.url}: Krew downloads archives only from an address that begins with https://")
     wanted = given.platform or [own_platform()]
     given.output.mkdir(parents=True, exist_ok=True)
     sha256 = {}
     try:
-        for target in (one for one in PLATFORMS if one.name in wanted):
+        for target in (item for item in PLATFORMS if item.name in wanted):
             content = bundle(given.version, target)
             (given.output / archive_name(given.version, target)).write_bytes(content)
             sha256[target] = hashlib.sha256(content).hexdigest()
@@ -44,7 +44,7 @@ def main() -> int:
         print(f"krew: {error}", file=sys.stderr)
         return 1
     if not sha256:
-        print(f"krew: Krew has no name for this machine, {own_platform()}; choose a --platform", file=sys.stderr)
+        print(f"krew: this machine's platform, {own_platform()}, is not supported; choose a --platform", file=sys.stderr)
         return 1
     made = given.output / "finetune.yaml"
     made.write_text(yaml.safe_dump(manifest(given.version, given.url, sha256), sort_keys=False, width=120))

@@ -1,4 +1,4 @@
-"""An archive of the command line for one platform."""
+"""Builds the archive of the command line for one platform."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tools.krew.platforms import PYTHON, Platform
 
 _PACKED = Path(__file__).parent / "packed"
 _COMPRESSION = 6
-"""The highest takes four times as long, for a fiftieth less."""
+"""Level of gzip; the highest level takes four times as long and saves only 2 %."""
 _PROGRAMS = (PROGRAM, f"python{PYTHON}")
 
 
 def bundle(version: str, target: Platform, packages: Sequence[Path] = ()) -> bytes:
-    """The archive: equal sources, locks and packages of Debian give equal bytes.
+    """Return the archive. The same sources, locks and Debian packages give the same bytes.
 
-    packages: those of Debian that are asked for; none: they are downloaded.
+    packages: the Debian packages with the interpreter; empty to download them.
     Raises:
-        ImageError: uv or apt is not there or failed, or what they brought does not fit together.
+        ImageError: uv or apt is not installed or failed, or a library is missing or for another machine.
         OSError: a file cannot be written.
     """
     with tempfile.TemporaryDirectory(prefix="krew-") as scratch:
@@ -51,7 +51,7 @@ def bundle(version: str, target: Platform, packages: Sequence[Path] = ()) -> byt
 def _add_command_line(library: Path, version: str, target: Platform, scratch: Path) -> None:
     uv, locked, wheels = (sys.executable, "-m", "uv"), scratch / "requirements.txt", scratch / "wheel"
     chosen = ("--frozen", "--no-emit-project", "--no-dev", "--extra", "cli")
-    # The Kubernetes client is there a second time, for asyncio, which nothing here uses.
+    # The Kubernetes package also contains a client for asyncio, which is not used here.
     without = ("--prune", "aiohttp", "--prune", "aiohttp-retry")
     locked.write_text(run(*uv, "export", "--quiet", "--project", REPOSITORY, *chosen, *without))
     install = (*uv, "pip", "install", "--quiet", "--target", library, "--no-deps")
@@ -67,9 +67,9 @@ def _add_command_line(library: Path, version: str, target: Platform, scratch: Pa
 
 
 def _describe(library: Path, version: str) -> None:
-    """Have `--version` say what the bundle is called, because the sources have one version between two releases.
+    """Let `--version` print the bundle's version, because the sources have the same version between two releases.
 
-    What names the directory of this build goes.
+    Files that name the directory of this build are removed.
     """
     [metadata] = library.glob("finetune_operator-*.dist-info/METADATA")
     for about in ("direct_url.json", "uv_cache.json", "RECORD"):
@@ -78,20 +78,20 @@ def _describe(library: Path, version: str) -> None:
 
 
 def _compile(root: Path) -> None:
-    """Add bytecode: Krew's store need not be writable, and to compile costs the first command a second and more.
+    """Add bytecode: Krew's store may be read-only, and compiling would delay the first command by more than a second.
 
-    It is not checked against the sources, whose times are those of the unpacking.
+    Python does not compare it with the sources, because their times are those of the unpacking.
     """
     for cache in list(root.rglob("__pycache__")):
         shutil.rmtree(cache)
     folders = [folder for folder in (root / "lib", root / f"python/lib/python{PYTHON}") if folder.exists()]
     command = (sys.executable, "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash", "-s", root)
-    # Sets of constants are written in the order of their hashes.
+    # Bytecode contains sets of constants in the order of their hashes.
     run(*command, *folders, environment={"PYTHONHASHSEED": "0"})
 
 
 def _packed(root: Path) -> bytes:
-    """Directories and plain files alone, because Krew unpacks nothing else."""
+    """Pack directories and plain files only, because Krew unpacks nothing else."""
     packed = io.BytesIO()
     with (
         gzip.GzipFile(fileobj=packed, mode="wb", compresslevel=_COMPRESSION, mtime=0, filename="") as compressed,

@@ -1,4 +1,4 @@
-"""What a program or a shared library (ELF, 64 bits, little-endian) says of itself."""
+"""Reads the headers of a program or shared library (ELF, 64 bits, little-endian)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _END, _NEEDED, _STRINGS = 0, 1, 5
 @dataclass(frozen=True)
 class Program:
     machine: int
-    """What it is made for, as ELF numbers machines."""
+    """Machine that it is built for: `e_machine` of ELF."""
     needed: tuple[str, ...]
-    """Names of the libraries that it is started or loaded with."""
+    """Names of the shared libraries that it needs."""
 
 
 def read_program(path: Path) -> Program | None:
-    """Return what a file says, or None if it is no program of this kind."""
+    """Read a file; None if it is no program or library of this kind."""
     content = path.read_bytes()
     if not content.startswith(_MAGIC):
         return None

@@ -1,6 +1,6 @@
-"""CPython as Debian packages it, as a directory that runs on any Linux of its architecture.
+"""Builds a directory with Debian's CPython that runs on any Linux of its architecture.
 
-Debian's signed packages are its source because the images' base comes from there, for each architecture, with security updates.
+The images are based on Debian's signed packages too. They exist for each architecture, with security updates.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _UNUSED = {
     *("__phello__", "ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tests", "tkinter", "turtledemo", "venv"),
     *("curses", "dbm", "distutils", "sqlite3", "turtle.py", "sitecustomize.py"),
 }
-"""Folders and files of the standard library that only serve people, tests, builds, or what the next line leaves out."""
+"""Folders and files of the standard library that only people, tests, builds or _UNUSED_EXTENSIONS need."""
 _UNUSED_EXTENSIONS = (
     "_crypt",
     "_ctypes_test",
@@ -38,18 +38,18 @@ _UNUSED_EXTENSIONS = (
     "readline",
     "xx",
 )
-"""They would bring ncurses, readline, SQLite, Berkeley DB and Kerberos along, or serve tests."""
+"""Extension modules that need ncurses, readline, SQLite, Berkeley DB or Kerberos, or that only tests use."""
 _KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
 _PACKAGE_LIST = "debian-packages.txt"
 
 
 def download(architecture: str, names: Iterable[str], directory: Path) -> list[Path]:
-    """Return packages as they are now, or in the snapshot that DEBIAN_SNAPSHOT names, downloaded into a new directory.
+    """Download current packages, or those of the snapshot that DEBIAN_SNAPSHOT names, into a new directory.
 
-    Nothing of this machine's own packages is looked at or changed.
+    This machine's own packages are neither read nor changed.
 
     Raises:
-        ImageError: apt is not installed, or failed; it fails for what Debian did not sign.
+        ImageError: apt is not installed or failed, for example because Debian did not sign a package.
     """
     state, packages = directory / "apt", directory / "packages"
     packages.mkdir(parents=True)
@@ -84,10 +84,10 @@ def download(architecture: str, names: Iterable[str], directory: Path) -> list[P
 
 
 def add_interpreter(root: Path, target: Debian, packages: Sequence[Path], library: Path) -> None:
-    """Make the new directory `root` with an interpreter, whose packages lie in `library`.
+    """Create the directory `root` with an interpreter for the Python packages in `library`.
 
     Raises:
-        ImageError: a shared library that the interpreter or `library` loads is in no package, or is for another machine.
+        ImageError: a shared library that the interpreter or `library` needs is in no package, or is for another machine.
     """
     with tempfile.TemporaryDirectory(prefix="debian-") as scratch:
         system = Path(scratch)
@@ -98,9 +98,9 @@ def add_interpreter(root: Path, target: Debian, packages: Sequence[Path], librar
         _add_standard_library(root / f"lib/python{PYTHON}", system / f"usr/lib/python{PYTHON}")
         _add_libraries(root, target, system, library)
         described = [_describe(package, system, root / "share/doc") for package in packages]
-    about = "# What is in this directory comes from these packages of Debian, unchanged; Debian's archive has their sources.\n"
+    about = "# The files in this directory are unchanged files of these Debian packages; Debian's archive has their sources.\n"
     (root / _PACKAGE_LIST).write_text(about + "".join(described))
-    # Where Debian's module `site` looks: processes that the command line starts as `sys.executable -m` find its packages.
+    # Debian's module `site` looks here, so processes that the command line starts with `sys.executable -m` find its packages.
     (root / "lib/python3/dist-packages").mkdir(parents=True)
     (root / "lib/python3/dist-packages/bundle.pth").write_text("../../../../lib\n")
 
@@ -116,35 +116,35 @@ def _add_standard_library(target: Path, folder: Path) -> None:
 
 
 def _add_libraries(root: Path, target: Debian, system: Path, library: Path) -> None:
-    """Copy the loader and the shared libraries that programs name, and that these name in turn."""
-    found = {
+    """Copy the loader and all shared libraries that programs need, directly or indirectly."""
+    available = {
         path.name: path.resolve()
         for folder in (system / "usr/lib" / target.triplet, system / "lib" / target.triplet)
         for path in folder.glob("*.so*")
     }
-    brought = {path.name for path in library.rglob("*.so*")}
+    in_library = {path.name for path in library.rglob("*.so*")}
     waiting = [root / f"libexec/python{PYTHON}", *root.rglob("*.so"), *library.rglob("*.so*")]
-    if target.loader not in found:
-        raise ImageError(f"there is no {target.loader} in Debian's libc6")
-    shutil.copyfile(found[target.loader], root / "lib" / target.loader)
+    if target.loader not in available:
+        raise ImageError(f"Debian's libc6 does not contain {target.loader}")
+    shutil.copyfile(available[target.loader], root / "lib" / target.loader)
     while waiting:
         path = waiting.pop()
         program = read_program(path)
         if program is None:
             continue
         if program.machine != target.machine:
-            raise ImageError(f"{path.name} is for the machine {program.machine} of ELF, and the bundle for {target.machine}")
+            raise ImageError(f"{path.name} is for the ELF machine {program.machine}, but the bundle is for {target.machine}")
         for name in program.needed:
-            if name in brought or (root / "lib" / name).exists():
+            if name in in_library or (root / "lib" / name).exists():
                 continue
-            if name not in found:
-                raise ImageError(f"{path.name} loads {name}, which none of these packages of Debian has: {', '.join(PACKAGES)}")
+            if name not in available:
+                raise ImageError(f"{path.name} needs {name}, which is in none of these Debian packages: {', '.join(PACKAGES)}")
             waiting.append(root / "lib" / name)
-            shutil.copyfile(found[name], root / "lib" / name)
+            shutil.copyfile(available[name], root / "lib" / name)
 
 
 def _describe(package: Path, system: Path, documents: Path) -> str:
-    """Copy a package's licences; returns its line in the list of packages."""
+    """Copy a package's licences. Returns its line in the list of packages."""
     name, version = run("dpkg-deb", "--show", "--showformat", "${Package} ${Version}", package).split()
     place = documents / name
     place.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What Krew reads."""
+"""The plugin manifest that Krew reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ losses and checkpoints, says why one failed and what to change, and downloads re
 own machine (run, merge, data, rehearse), install the Python package instead.
 """
 _CAVEATS = (
-    f"On macOS it needs Python {PYTHON} as python{PYTHON} on PATH, or its path in FINETUNE_PYTHON. On Linux it brings its own.\n"
+    f"On macOS, python{PYTHON} must be on PATH, or its path in FINETUNE_PYTHON. On Linux, the plugin contains its own Python.\n"
 )
 
 
@@ -22,7 +22,7 @@ def archive_name(version: str, target: Platform) -> str:
 
 
 def manifest(version: str, url: str, sha256: Mapping[Platform, str]) -> dict[str, Any]:
-    """The manifest of a plugin. url: of the directory that will hold the archives. sha256: of each archive."""
+    """Return the plugin's manifest. url: directory of the archives. sha256: platform -> digest of its archive."""
     needs_python = any(target.debian is None for target in sha256)
     return {
         "apiVersion": "krew.googlecontainertools.github.com/v1alpha2",

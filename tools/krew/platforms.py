@@ -1,4 +1,4 @@
-"""The platforms that there are archives for."""
+"""The platforms for which archives are built."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ PYTHON = "3.11"
 
 @dataclass(frozen=True)
 class Debian:
-    """What Debian's packages for an architecture look like inside."""
+    """Properties of Debian's packages for an architecture."""
 
     triplet: str
-    """Names the directory of their shared libraries."""
+    """Name of the directory of their shared libraries."""
     loader: str
-    """The file among these that starts dynamic programs."""
+    """The shared library that starts dynamically linked programs."""
     machine: int
-    """What their programs say they are made for: `e_machine` of ELF."""
+    """Machine that their programs are built for: `e_machine` of ELF."""
 
 
 @dataclass(frozen=True)
 class Platform:
-    """One that Krew names."""
+    """A platform, as Krew names it."""
 
     os: str
     arch: str
-    """Debian has the same word for it."""
+    """Name of the architecture; Debian uses the same."""
     wheels: str
-    """What uv calls it."""
+    """Name of the platform for uv."""
     debian: Debian | None = None
-    """Where the interpreter comes from; None: from the machine."""
+    """Debian's packages with the interpreter; None if the machine must have one."""
 
     @property
     def name(self) -> str:
@@ -49,6 +49,6 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 
 
 def own_platform() -> str:
-    """Name of this machine's."""
+    """Name of this machine's platform, which may not be supported."""
     machine = platform.machine()
     return f"{platform.system().lower()}-{_ARCHITECTURES.get(machine, machine)}"

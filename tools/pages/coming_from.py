@@ -1,6 +1,6 @@
-"""`python -m tools.pages.coming_from > docs/reference/coming-from.md`: settings of other tools, and our answers.
+"""`python -m tools.pages.coming_from > docs/reference/coming-from.md`: list settings of other tools and our equivalents.
 
-The right column is the answer that `finetune validate` gives if such a setting is in a manifest.
+The right column is the answer of `finetune validate` to a manifest with such a setting.
 """
 
 from __future__ import annotations

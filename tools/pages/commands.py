@@ -1,4 +1,4 @@
-"""`python -m tools.pages.commands > docs/reference/commands.md`: every command with its options."""
+"""`python -m tools.pages.commands > docs/reference/commands.md`: describe every command with its options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def page() -> str:
     for name in sorted(group.commands):
         command = group.get_command(context, name)
         head = ["finetune", name]
-        for argument in (each for each in command.params if each.param_type_name == "argument"):
+        for argument in (parameter for parameter in command.params if parameter.param_type_name == "argument"):
             word = argument.name.upper() if argument.required else f"[{argument.name.upper()}]"
             head.append(f"{word}..." if argument.nargs == -1 else word)
         help_text = "\n\n".join(" ".join(part.split()) for part in command.help.split("\n\n"))

@@ -1,4 +1,4 @@
-"""A release: both images and the chart in a registry, signed, with their bill of materials and their provenance.
+"""Publishes a release: both images and the chart in a registry, signed, with bills of materials and provenance.
 
-`make release` runs it. Signatures and attestations have the form of cosign, which verifies them: docs/how-to/release.md.
+`make release` runs it. Signatures and attestations are in cosign's format, so that cosign verifies them: docs/how-to/release.md.
 """

@@ -1,4 +1,4 @@
-"""`python -m tools.release --registry R --version V --key K` publishes a release and prints how to use and verify it."""
+"""`python -m tools.release --registry R --version V --key K`: publish a release and print how to verify and install it."""
 
 import argparse
 import re
@@ -21,20 +21,20 @@ _LINK = re.compile(r"[^=\s][^=]*=https?://[^\s]+")
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.release", description=__doc__)
-    parser.add_argument("--registry", required=True, help="with a path if it needs one, as in registry.example/team")
-    parser.add_argument("--version", required=True, help="of images and chart, as in 0.2.0")
-    parser.add_argument("--key", required=True, type=Path, help="PEM file with a private key of the curve P-256")
+    parser.add_argument("--registry", required=True, help="registry, with a path if needed, such as registry.example/team")
+    parser.add_argument("--version", required=True, help="version of images and chart, such as 0.2.0")
+    parser.add_argument("--key", required=True, type=Path, help="PEM file with a private key on the curve P-256")
     parser.add_argument("--images", default="all", choices=[*SOURCES, "all"])
     parser.add_argument(
-        "--link", action="append", default=[], metavar="NAME=URL", help="shown with the chart, as in source=https://git.example/x"
+        "--link", action="append", default=[], metavar="NAME=URL", help="link of the chart, such as source=https://git.example/x"
     )
-    parser.add_argument("--plain-http", action="store_true", help="the registry speaks no TLS")
+    parser.add_argument("--plain-http", action="store_true", help="the registry has no TLS")
     given = parser.parse_args()
     if not _VERSION.fullmatch(given.version):
-        parser.error(f"--version {given.version}: a release is named by three numbers, as in 0.2.0 or 0.2.0-rc.1")
+        parser.error(f"--version {given.version}: a version has three numbers, such as 0.2.0 or 0.2.0-rc.1")
     for link in given.link:
         if not _LINK.fullmatch(link):
-            parser.error(f"--link {link}: a link is a name and an address, as in source=https://git.example/finetune")
+            parser.error(f"--link {link}: a link is a name and an address, such as source=https://git.example/finetune")
     links = dict(link.split("=", 1) for link in given.link)
     try:
         ensure_packages()
@@ -50,17 +50,17 @@ def main() -> int:
 
 
 def instructions(release: Release, images: list[Published], chart: Published) -> str:
-    """How to verify and to install what was published."""
+    """Explain how to verify and install the release."""
     public_key = "finetune.pub"
     check = f"--key {public_key} --insecure-ignore-tlog=true"
     lines = [f"# Release {release.version}. The public key, {public_key}:", *release.key.public_key.splitlines(), "# Verify:"]
-    for one in (*images, chart):
-        lines.append(f"cosign verify {check} {one.reference}@{one.digest}")
-        kinds = ("slsaprovenance1",) if one is chart else ("slsaprovenance1", "cyclonedx", "openvex")
-        lines += [f"cosign verify-attestation {check} --type {kind} {one.reference}@{one.digest}" for kind in kinds]
+    for item in (*images, chart):
+        lines.append(f"cosign verify {check} {item.reference}@{item.digest}")
+        kinds = ("slsaprovenance1",) if item is chart else ("slsaprovenance1", "cyclonedx", "openvex")
+        lines += [f"cosign verify-attestation {check} --type {kind} {item.reference}@{item.digest}" for kind in kinds]
     install = f"helm install finetune oci://{chart.reference} --version {release.version}"
     lines += ["# Install:", f"{install} --namespace finetune-system --create-namespace --wait \\"]
-    settings = [helm_setting(VALUES[one.reference.rpartition("/")[2]], release.registry, one.digest) for one in images]
+    settings = [helm_setting(VALUES[image.reference.rpartition("/")[2]], release.registry, image.digest) for image in images]
     return "\n".join([*lines, " \\\n".join(f"  {setting}" for setting in settings)])
 
 

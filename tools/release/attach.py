@@ -1,4 +1,4 @@
-"""Puts signatures and attestations next to what they are about, under the tags at which cosign looks for them."""
+"""Stores signatures and attestations in the repository of their image or chart, under the tags where cosign looks for them."""
 
 import hashlib
 import json
@@ -30,12 +30,12 @@ class Layer:
 
 @contextmanager
 def repository(reference: str, *, plain_http: bool) -> Iterator[Registry]:
-    """A repository (`registry.example/team/name`), with the login that `docker login` keeps for its registry."""
+    """Open a repository (`registry.example/team/name`) with the login that `docker login` stored for its registry."""
     place = parse_destination(f"oci://{reference}")
     assert isinstance(place, RegistryPath)
     client = HttpClient(threading.Event())
     try:
-        # No such directory: a user's own machine.
+        # There is no directory of mounted credentials, because this is not a pod.
         login = Credentials(Path("/nonexistent")).registry_login(place.registry)
         yield Registry(client, place, login, plain_http=plain_http)
     finally:
@@ -43,22 +43,22 @@ def repository(reference: str, *, plain_http: bool) -> Iterator[Registry]:
 
 
 def digest_of_tag(registry: Registry, tag: str) -> str:
-    """Of the manifest that the registry has. Raises DestinationRefusedError, TransientError."""
+    """Return the digest of the manifest with this tag. Raises DestinationRefusedError, TransientError."""
     what = f"reading manifest {tag}"
     answer = registry.send("GET", registry.url(f"manifests/{tag}"), {"Accept": MANIFEST_TYPE}, what=what)
     return _digest(registry.check(answer, what).content)
 
 
 def attach(registry: Registry, digest: str, suffix: str, layers: Sequence[Layer]) -> None:
-    """Add layers to the signatures (`sig`) or attestations (`att`) of a manifest; those that others made stay.
+    """Add layers to the signatures (`sig`) or attestations (`att`) of a manifest; existing layers stay.
 
     Raises DestinationRefusedError, TransientError.
     """
     tag = f"{digest.replace(':', '-')}.{suffix}"
     what = f"reading manifest {tag}"
     answer = registry.send("GET", registry.url(f"manifests/{tag}"), {"Accept": MANIFEST_TYPE}, what=what)
-    found = [] if answer.status == NOT_FOUND else json.loads(registry.check(answer, what).content)["layers"]
-    descriptors = [*found, *(_upload(registry, layer.content, layer.media_type, layer.annotations) for layer in layers)]
+    existing = [] if answer.status == NOT_FOUND else json.loads(registry.check(answer, what).content)["layers"]
+    descriptors = [*existing, *(_upload(registry, layer.content, layer.media_type, layer.annotations) for layer in layers)]
     config = {
         "architecture": "",
         "os": "",

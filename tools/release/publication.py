@@ -1,4 +1,4 @@
-"""The steps of a release: build, push, sign, attest."""
+"""The steps of a release: build, push, sign and attest."""
 
 import hashlib
 import json
@@ -28,30 +28,30 @@ _BILL = "opt/finetune/sbom.cdx.json"
 
 @dataclass(frozen=True)
 class Published:
-    """Something that a release brought to the registry."""
+    """An image or chart that a release has pushed to the registry."""
 
     reference: str
     """Registry and repository."""
     digest: str
-    """Of its manifest, with `sha256:`."""
+    """Digest of its manifest, with `sha256:`."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """What all parts of a release have in common."""
+    """Settings that all parts of a release have in common."""
 
     registry: str
-    """With a path if it needs one: registry.example/team."""
+    """Registry, with a path if needed: registry.example/team."""
     version: str
     key: SigningKey
     commit: str
-    """Of the source."""
+    """Git commit of the source."""
     plain_http: bool = False
     links: Mapping[str, str] = field(default_factory=dict)
-    """Name -> address of what belongs to the release, as the chart shows them."""
+    """Name -> address of each link that the chart shows."""
 
     def publish_image(self, which: str) -> Published:
-        """Build the image `trainer` or `operator`, push it, sign it, and attach what is known of it.
+        """Build the image `trainer` or `operator`, push it, sign it, and attach its attestations.
 
         Raises ImageError, DestinationRefusedError, TransientError.
         """
@@ -77,7 +77,7 @@ class Release:
         return published
 
     def publish_chart(self, images: Sequence[Published]) -> Published:
-        """Push the chart with the release's version, sign it, and attach its provenance. It names these images.
+        """Push the chart with the release's version and a list of these images, sign it, and attach its provenance.
 
         Raises as `publish_image` does.
         """
@@ -106,13 +106,13 @@ class Release:
         return published
 
     def _annotations(self, images: Sequence[Published]) -> dict[str, str]:
-        """What Artifact Hub shows and only a release knows. No `signKey`: that is for PGP, and it finds our signatures itself."""
-        named = [{"name": one.reference.rpartition("/")[2], "image": f"{one.reference}@{one.digest}"} for one in images]
-        found = {"artifacthub.io/images": yaml.safe_dump(named, sort_keys=False)} if named else {}
+        """Return the chart's annotations for Artifact Hub. `signKey` is left out: it is for PGP, and cosign needs none."""
+        named = [{"name": image.reference.rpartition("/")[2], "image": f"{image.reference}@{image.digest}"} for image in images]
+        annotations = {"artifacthub.io/images": yaml.safe_dump(named, sort_keys=False)} if named else {}
         if self.links:
             links = [{"name": name, "url": url} for name, url in self.links.items()]
-            found["artifacthub.io/links"] = yaml.safe_dump(links, sort_keys=False)
-        return found | {"artifacthub.io/prerelease": "true" if "-" in self.version else "false"}
+            annotations["artifacthub.io/links"] = yaml.safe_dump(links, sort_keys=False)
+        return annotations | {"artifacthub.io/prerelease": "true" if "-" in self.version else "false"}
 
     def _sign(self, published: Published, predicates: dict[str, dict[str, Any]]) -> None:
         payload = signature_payload(published.reference, published.digest)
@@ -132,14 +132,14 @@ class Release:
 
 
 def source_commit(tree: Path) -> str:
-    """The commit of a source tree. Raises ImageError if it has changes, which a provenance could not name."""
+    """Return the commit of a source tree. Raises ImageError if the tree has changes, which a provenance could not name."""
     if run("git", "-C", tree, "status", "--porcelain"):
-        raise ImageError(f"{tree} has changes that are not committed: commit or remove them, then release")
+        raise ImageError(f"{tree} has uncommitted changes: commit or remove them, then release")
     return run("git", "-C", tree, "rev-parse", "HEAD").strip()
 
 
 def helm(*arguments: str | Path) -> str:
-    """Run helm, with the logins of `docker login`; the test cluster's own where none is installed. Raises ImageError."""
+    """Run helm with the logins of `docker login`. If helm is not installed, use the test cluster's. Raises ImageError."""
     installed, binaries = shutil.which("helm"), find_binaries()
     if installed is None and binaries is None:
         raise ImageError("helm is not on PATH: install Helm 3.17 or later, or run `python -m tools.cluster.binaries`")

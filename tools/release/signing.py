@@ -1,4 +1,4 @@
-"""Signatures with a key pair, by openssl, over the documents that cosign knows.
+"""Signs documents in cosign's formats with a key pair, by openssl.
 
 Sources: cosign's SIGNATURE_SPEC.md and ATTESTATION_SPEC.md; the DSSE protocol, https://github.com/secure-systems-lab/dsse.
 """
@@ -14,22 +14,22 @@ from typing import Any
 from tools.images.programs import ImageError, run
 
 PASSWORD_VARIABLE = "KEY_PASSWORD"  # noqa: S105
-"""Environment variable: what an encrypted key is opened with."""
+"""Environment variable with the password of an encrypted key."""
 _P256_PUBLIC_KEY = "MFkwEwYHKoZIzj0CAQYIKoZIzj0DAQcDQgAE"
-"""How every public key of the curve P-256 begins, in PEM."""
+"""Text with which every public key on the curve P-256 begins, in PEM."""
 _STATEMENT_TYPE = "application/vnd.in-toto+json"
 
 
 @dataclass(frozen=True)
 class SigningKey:
-    """A private key of the curve P-256 in a PEM file."""
+    """A private key on the curve P-256 in a PEM file."""
 
     path: Path
     public_key: str
-    """PEM."""
+    """The public key in PEM."""
 
     def sign(self, data: bytes) -> str:
-        """ECDSA over the SHA-256 of the data, base64. Raises ImageError."""
+        """Return the ECDSA signature of the data's SHA-256 in base64. Raises ImageError."""
         with tempfile.TemporaryDirectory(prefix="signing-") as directory:
             message, signature = Path(directory) / "message", Path(directory) / "signature"
             message.write_bytes(data)
@@ -38,27 +38,27 @@ class SigningKey:
 
 
 def read_key(path: Path) -> SigningKey:
-    """Read a private key. Raises ImageError if it is of another kind, or KEY_PASSWORD does not open it."""
+    """Read a private key. Raises ImageError if it is not on the curve P-256, or if KEY_PASSWORD is wrong."""
     public_key = run("openssl", "pkey", "-in", path.absolute(), *_password(), "-pubout")
     if _P256_PUBLIC_KEY not in public_key:
         raise ImageError(
-            f"{path} is no key of the curve P-256, which cosign verifies: make one with "
+            f"{path} is not a key on the curve P-256, which cosign verifies: make one with "
             "`openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256 -out finetune.key`"
         )
     return SigningKey(path.absolute(), public_key)
 
 
 def _password() -> tuple[str, str]:
-    # Without one openssl must not ask the terminal.
+    # If there is no password, openssl must not ask for one on the terminal.
     return ("-passin", f"env:{PASSWORD_VARIABLE}" if PASSWORD_VARIABLE in os.environ else "pass:")
 
 
 def signature_payload(reference: str, digest: str) -> bytes:
-    """What a signature of an image says.
+    """Return the signed payload of an image's signature.
 
     Args:
         reference: Registry and repository.
-        digest: Of the manifest, with `sha256:`.
+        digest: Digest of the manifest, with `sha256:`.
     """
     critical = {
         "identity": {"docker-reference": reference},
@@ -69,7 +69,7 @@ def signature_payload(reference: str, digest: str) -> bytes:
 
 
 def envelope(statement: dict[str, Any], key: SigningKey) -> bytes:
-    """A statement with its signature, as DSSE. Raises ImageError."""
+    """Return a DSSE envelope with a statement and its signature. Raises ImageError."""
     payload = json.dumps(statement, separators=(",", ":")).encode()
     signature = key.sign(b"DSSEv1 %d %s %d %s" % (len(_STATEMENT_TYPE), _STATEMENT_TYPE.encode(), len(payload), payload))
     document = {

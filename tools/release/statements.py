@@ -1,5 +1,5 @@
-"""What a release states about an image or a chart: in-toto statements with a bill of materials, the known
-vulnerabilities that do not affect it, or the provenance.
+"""The in-toto statements about an image or a chart: its bill of materials, the known vulnerabilities that do not affect
+it, and its provenance.
 
 Sources: https://github.com/in-toto/attestation/blob/main/spec/v1/statement.md, https://slsa.dev/spec/v1.0/provenance.
 """
@@ -13,27 +13,27 @@ BILL_TYPE = "https://cyclonedx.org/bom"
 EXPLOITABILITY_TYPE = "https://openvex.dev/ns"
 PROVENANCE_TYPE = "https://slsa.dev/provenance/v1"
 _BUILD_TYPE = "https://finetune.dev/build/{}/v1"
-"""Described in docs/how-to/release.md."""
+"""Type of our builds, which docs/how-to/release.md describes."""
 _BUILDER = "https://finetune.dev/build/make-release"
 
 
 @dataclass(frozen=True)
 class Build:
-    """How a subject was made."""
+    """How an image or a chart was built."""
 
     kind: str
-    """`image` or `chart`."""
+    """Kind of the subject: `image` or `chart`."""
     parameters: Mapping[str, str]
     commit: str
-    """Of the source, 40 hexadecimal digits."""
+    """Git commit of the source, as 40 hexadecimal digits."""
     materials: Mapping[str, str]
-    """SHA-256 of everything else that went in, by name."""
+    """Name -> SHA-256 of every other input."""
     started: datetime
     finished: datetime
 
 
 def statement(reference: str, digest: str, predicate_type: str, predicate: Mapping[str, Any]) -> dict[str, Any]:
-    """A statement about what `reference` names under `digest` (with `sha256:`)."""
+    """Return a statement about the subject `reference` with `digest` (with `sha256:`)."""
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [{"name": reference, "digest": {"sha256": digest.removeprefix("sha256:")}}],
@@ -43,7 +43,7 @@ def statement(reference: str, digest: str, predicate_type: str, predicate: Mappi
 
 
 def provenance(build: Build) -> dict[str, Any]:
-    """SLSA's predicate."""
+    """Return the SLSA provenance predicate of a build."""
     source = {"name": "source", "digest": {"gitCommit": build.commit}}
     materials = [{"name": name, "digest": {"sha256": digest}} for name, digest in sorted(build.materials.items())]
     return {

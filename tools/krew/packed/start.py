@@ -1,4 +1,4 @@
-"""Starts the command line of the bundle that this file lies in."""
+"""Starts the command line of the bundle that contains this file."""
 
 import os
 import sys
@@ -13,17 +13,17 @@ AUTHORITIES = (
     Path("/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem"),
     Path("/etc/ssl/cert.pem"),
 )
-"""Where distributions keep the authorities that they trust."""
+"""Files in which distributions store the authorities that they trust."""
 
 
 def trust_authorities_of_the_machine() -> None:
-    """Have OpenSSL find them: the bundle's is Debian's, which looks for them in one place alone."""
+    """Let OpenSSL find the machine's authorities: the bundle's OpenSSL is from Debian, which looks for them in one place only."""
     named = "SSL_CERT_FILE" in os.environ or "SSL_CERT_DIR" in os.environ
     if named or OF_DEBIAN.exists() or not (HERE / "python").exists():
         return
-    found = next((path for path in AUTHORITIES if path.exists()), None)
-    if found is not None:
-        os.environ["SSL_CERT_FILE"] = str(found)
+    authorities = next((path for path in AUTHORITIES if path.exists()), None)
+    if authorities is not None:
+        os.environ["SSL_CERT_FILE"] = str(authorities)
 
 
 if __name__ == "__main__":
