@@ -253,7 +253,7 @@ def test_leases_and_profiles_are_those_of_the_release(as_operator: Kube, install
         "metadata": {"name": "free-for-all"},
         "spec": {"trainerImage": "x"},
     }
-    with pytest.raises(RefusedError, match="it only brings the profiles of its release"):
+    with pytest.raises(RefusedError, match="it may only apply the profiles of its release"):
         as_operator.request("POST", as_operator.path("FineTuneProfile") + "?dryRun=All", profile)
 
 
