@@ -33,7 +33,7 @@ VERBS = (
     *("am", "are", "can", "cannot", "did", "do", "does", "had", "has", "have", "is", "may", "must", "need", "needs"),
     *("should", "was", "were", "will", "would"),
 )
-"""Verbs by which a main clause is recognised. Others cannot be told from nouns without a grammar."""
+"""Verbs by which a main clause is recognised. Other verbs cannot be distinguished from nouns without a grammar."""
 AVOIDED = ("anew", "nobody", "tell", "tells", "told", "wherein", "wish", "wishes")
 """Words that plain English replaces, for example by "report", "no user", "again" or "setting"."""
 _FIRST_SENTENCE = re.compile(r"\A(.*?)(?:[.:;](?:\s|\Z)|\Z)", re.DOTALL)
@@ -57,7 +57,7 @@ class Fault:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each string that stands as a statement of its own."""
+    """Yield line and text of each string that is a statement of its own."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.lineno, node.value.value.strip()

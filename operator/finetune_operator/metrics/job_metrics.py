@@ -83,7 +83,7 @@ class JobCollector(Collector):
             "finetune_job_waiting", "Why a job that has not ended is not running; always 1.", labels=(*_JOB, "reason")
         )
         gpus = GaugeMetricFamily("finetune_job_gpus", "GPUs of the training pods of a job that is placed.", labels=_JOB)
-        held = GaugeMetricFamily(
+        gpu_seconds = GaugeMetricFamily(
             "finetune_job_gpu_seconds",
             "GPU seconds that the training pods of a job have held so far, by their outcome.",
             labels=(*_JOB, *_HELD),
@@ -108,7 +108,7 @@ class JobCollector(Collector):
             if labels.gpu and summary.is_started:
                 place = (*job, cached.key.uid, labels.team, labels.queue, labels.profile, labels.gpu)
                 for outcome, seconds in self._gpu_seconds(cached, gpus_per_pod).items():
-                    held.add_metric((*place, outcome), seconds)
+                    gpu_seconds.add_metric((*place, outcome), seconds)
             for fact, value in summary.numbers:
                 numbers[fact].add_metric(job, value)
             moments: dict[str, datetime | None] = {
@@ -120,7 +120,7 @@ class JobCollector(Collector):
             for fact, moment in moments.items():
                 if moment is not None:
                     times[fact].add_metric(job, moment.timestamp())
-        yield from (info, status, waiting, gpus, held, *numbers.values(), *times.values())
+        yield from (info, status, waiting, gpus, gpu_seconds, *numbers.values(), *times.values())
         prices = GaugeMetricFamily(
             "finetune_profile_gpu_hour_price", "Price of one GPU for an hour, by profile.", labels=("profile",)
         )
