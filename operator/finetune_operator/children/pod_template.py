@@ -74,7 +74,7 @@ def pod_template(
     mounts: list[dict[str, Any]] = [
         {"name": "plan", "mountPath": PLAN_MOUNT, "readOnly": True},
         {"name": "tmp", "mountPath": SCRATCH_MOUNT},
-        {"name": "shared-memory", "mountPath": SHARED_MEMORY_MOUNT},
+        {"name": SHARED_MEMORY_VOLUME, "mountPath": SHARED_MEMORY_MOUNT},
     ]
     for number, (claim, writable) in enumerate(sorted(claims.items())):
         # Volumes are numbered, because a claim's name may contain dots, and a volume's name may not.
