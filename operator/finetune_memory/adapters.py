@@ -1,4 +1,4 @@
-"""The parameters held in training, derived from the base's: what PEFT adds for LoRA variants, what is trained, 4-bit packing.
+"""Derives the parameters held in training from the base's: adds PEFT's adapters, marks what is trained, packs to 4 bits.
 
 Names follow PEFT's rules (peft/tuners/tuners_utils.py, lora/layer.py), packing those of bitsandbytes (functional.py). Checked
 against the real adapters (tests/unit/finetune_memory/test_adapters.py).

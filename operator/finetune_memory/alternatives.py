@@ -1,4 +1,4 @@
-"""The cheapest changes that make a job fit; among equally cheap ones, those with the largest micro-batch.
+"""Finds the cheapest changes that make a job fit; of equally cheap ones, those with the largest micro-batch.
 
 Changes that affect only speed are the cheapest, then more devices, then changes that affect the result.
 """
@@ -160,7 +160,7 @@ def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
     """
     method, nodes, fewest = plan.method, plan.parallelism.nodes, plan.parallelism.min_nodes
     if method.quantization is not None and method.quantization.bits != SHARDED_BITS:
-        return  # the rules refuse several ranks here, as with some settings of adapters
+        return  # the rules refuse several ranks for this packing, as for some settings of adapters
     if method.adapter is not None:
         settings = effective_settings(method.type, method.adapter.settings)
         if METHODS[method.type].one_rank_setting(settings) is not None:

@@ -77,7 +77,7 @@ def varlen_problem(plan: RunPlan, facts: ArchitectureFacts, stored: str) -> str:
     if facts.head_size > LARGEST_HEAD or facts.head_size % HEAD_MULTIPLE:
         return f"a head has {facts.head_size} values, and the kernels take a multiple of {HEAD_MULTIPLE} up to {LARGEST_HEAD}"
     computed = resolve_elements(plan, stored).computed
-    return "" if computed != "float32" else "this job computes in float32, and the kernels in 16 bits alone"
+    return "" if computed != "float32" else "this job computes in float32, and the kernels only in 16 bits"
 
 
 def choose_attention(plan: RunPlan, problem: str) -> tuple[Choice, ...]:
@@ -86,7 +86,7 @@ def choose_attention(plan: RunPlan, problem: str) -> tuple[Choice, ...]:
         return ()
     if problem:
         return (Choice(field=ATTENTION_FIELD, value=Attention.SDPA.value, reason=problem),)
-    reason = "needs no mask, and computes no pair of tokens of two documents"
+    reason = "needs no mask, and computes no scores between documents"
     return (Choice(field=ATTENTION_FIELD, value=Attention.VARLEN.value, reason=reason),)
 
 
@@ -107,7 +107,7 @@ def choose_batches(
         return ()
     if limit is None or predict is None:
         who = "the memory that a rank may take is not known" if limit is None else "the memory planner does not know this model"
-        return _choices(plan, plan, f"the usual one: {who}")
+        return _choices(plan, plan, f"the usual value: {who}")
     least = (plan, -1)
     for candidate in _by_speed(plan, can_recompute=can_recompute):
         total = predict(candidate).total
@@ -115,7 +115,7 @@ def choose_batches(
             return _choices(plan, candidate, _reason(total, limit, f"of which {KEPT_FREE_PERCENT} % are kept free"))
         if least[1] < 0 or total < least[1]:
             least = (candidate, total)
-    return _choices(plan, least[0], _reason(least[1], limit, "and nothing needs less"))
+    return _choices(plan, least[0], _reason(least[1], limit, "and no setting needs less"))
 
 
 def _by_speed(plan: RunPlan, *, can_recompute: bool) -> Iterator[RunPlan]:

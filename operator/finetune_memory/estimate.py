@@ -150,13 +150,13 @@ class _Estimator:
         """Return the terms for what a rank keeps all the time."""
         kept, cut = self.kept, f"1/{self.world_size}" if self.is_sharded else "all"
         quantization, load = self.plan.method.quantization, self.elements.load
-        held = f"as {load}"
+        form = f"as {load}"
         if quantization is not None:
             counts = packing(self.shape.parameters, self.quantised.parameters)
             experts = f": {counts.expert_share:.1%} are experts, which are not packed" if counts.experts else ""
-            held = f"{counts.packed_share:.1%} of its values in {quantization.bits} bits, the rest as {load}{experts}"
+            form = f"{counts.packed_share:.1%} of its values in {quantization.bits} bits, the rest as {load}{experts}"
         return [
-            Term("frozen weights", kept.frozen, f"{cut} of the base, {held}"),
+            Term("frozen weights", kept.frozen, f"{cut} of the base, {form}"),
             Term("trained weights", kept.trained, f"{'all' if self.is_ordered else cut} of {self.shape.num_trained:,} values"),
             Term("optimizer state", self.state_bytes, f"{self.plan.training.optimizer.value} of the trained weights"),
         ]
@@ -215,7 +215,7 @@ class _Estimator:
     def _loading(self) -> list[Term]:
         """Return the term of loading: a rank that cannot load only its own shards holds the whole base until it is sharded.
 
-        Otherwise a rank holds at most two packed weights at a time (model/pack_shards.py), less than a step gathers of any unit.
+        Otherwise a rank holds at most two packed weights at a time (model/pack_shards.py), less than a step gathers for any unit.
         DoRA's norms are computed from one weight at a time, as in a step.
         """
         if not self.is_sharded:
@@ -257,7 +257,7 @@ class _Estimator:
         return [
             saved,
             Term("logits and loss", kept, "gradient of the hidden states"),
-            Term("computed again", again, "one layer of the checkpointed"),
+            Term("computed again", again, "of one checkpointed layer"),
             Term("temporary", max(gradients, norms), "norms of DoRA" if norms > gradients else "gradients inside one layer"),
             Term("unpacked weights", unpacked, "of the largest layer"),
             self._gathered(),
@@ -270,7 +270,7 @@ class _Estimator:
         layer = self._layer(0)
         pending = self.layers[0].trained_bytes // self.world_size if self.layers else 0
         return [
-            Term("gradients", self.kept.gradients - pending, "of the trained weights, but for the first layer's"),
+            Term("gradients", self.kept.gradients - pending, "of the trained weights, except the first layer's"),
             Term("activations", layer.kept, "of one layer"),
             Term("temporary", layer.backward, "gradients inside one layer"),
             self._gathered(),

@@ -1,4 +1,4 @@
-"""The parameters of a causal language model by its config.json: names, shapes and order are those of transformers' classes.
+"""Lists a causal language model's parameters from its config.json: names, shapes and order are those of transformers' classes.
 
 A family is a few functions over the configuration. Settings missing there have the defaults of transformers' configuration
 classes. Checked against the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
@@ -111,7 +111,7 @@ def _llama(
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
     mlp: str = "",
 ) -> Family:
-    """Describe a family like Llama. A bias is there or not, or depends on the setting that is named."""
+    """Describe a family like Llama. A bias is True, False, or the name of the setting that decides."""
 
     def has(bias: bool | str, c: Config) -> bool:
         return bool(c.get(bias)) if isinstance(bias, str) else bias

@@ -34,7 +34,7 @@ EAGER_ONLY = frozenset({
 })  # fmt: skip
 """Decoders for which the pinned transformers has no SDPA (`_supports_sdpa` of their classes)."""
 CONVERTED = frozenset({"gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
-"""Used without the model's files: families whose tensors transformers renames, or whose experts it stacks, while loading."""
+"""Families whose tensors transformers renames, or whose experts it stacks, while loading; used without the model's files."""
 LEARNT_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom"})
 LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens: matrix products on tensor cores are fast for such lengths."""

@@ -95,13 +95,13 @@ def calculated_pace(
     stored: element type of the base model's files. product: name of the device, if it is known.
     """
     if product is None:
-        raise UnknownPaceError(f"no GPU is named, and only for GPUs is time calculated: {HOW_TO_NAME}")
+        raise UnknownPaceError(f"no GPU is named, and time is calculated only for GPUs: {HOW_TO_NAME}")
     device = device_of(product)
     if device is None:
-        raise UnknownPaceError(f"no peaks of {product!r} are known, as of a part of a device: {HOW_TO_NAME}")
+        raise UnknownPaceError(f"no peak rates of {product!r} are known, as for a part of a device: {HOW_TO_NAME}")
     elements = resolve_elements(plan, stored)
     if elements.computed == "float32":
-        raise UnknownPaceError("the job computes in float32, and the peaks of devices are those of 16 bits")
+        raise UnknownPaceError("the job computes in float32, and the known peaks of devices are for 16 bits")
     if elements.computed == "bfloat16" and not has_bfloat16(product):
         raise UnknownPaceError(f"{product} has no matrix units for bfloat16, and the peaks of its other units are not known")
     if plan.parallelism.fsdp.offload_params:

@@ -59,8 +59,8 @@ def experts_not_packed(method: MethodPlan, counts: Packing, dtype: str) -> Findi
         "experts-not-packed",
         field="spec.method.type",
         value=method.type.value,
-        message=f"only {counts.packed_share:.1%} of the base are packed to {bits} bits: linear layers are, and the experts are "
-        f"{len(counts.experts)} stacked parameters, first {first}; their {counts.expert_share:.1%} stay in {dtype}",
-        fix="count on 16 bits for the experts, as the memory estimate does; "
-        f"set spec.method.type: {_UNPACKED[method.type]} if so little is packed",
+        message=f"only {counts.packed_share:.1%} of the base is packed to {bits} bits: only linear layers are, and the experts "
+        f"are {len(counts.experts)} stacked parameters, such as {first}; their {counts.expert_share:.1%} stay in {dtype}",
+        fix="expect 16 bits for the experts, as the memory estimate does; "
+        f"set spec.method.type: {_UNPACKED[method.type]} if too little is packed",
     )

@@ -116,7 +116,7 @@ def test_without_a_limit_or_a_known_model_the_usual_values_stay_with_a_reason() 
     ):
         found = choose_batches(default_job().plan(), known, None)
         assert [choice.value for choice in found] == [8, "None"]
-        assert all(choice.reason == f"the usual one: {reason}" for choice in found)
+        assert all(choice.reason == f"the usual value: {reason}" for choice in found)
 
 
 def test_a_model_that_cannot_be_computed_again_gets_smaller_batches() -> None:
@@ -136,7 +136,7 @@ def test_a_model_that_cannot_be_computed_again_gets_smaller_batches() -> None:
         ("Mixtral-8x7B", {}, ""),
         ("Gemma-2-9B", {}, "transformers has no fused attention for this architecture"),
         ("GPT-2", {}, "the model drops attention scores at random while it is trained"),
-        ("Llama-3.1-8B", {"training.precision": "fp32"}, "this job computes in float32, and the kernels in 16 bits alone"),
+        ("Llama-3.1-8B", {"training.precision": "fp32"}, "this job computes in float32, and the kernels only in 16 bits"),
     ],
 )
 def test_attention_by_the_bounds_of_documents_is_chosen_if_the_configuration_allows_it(name, written, reason) -> None:
@@ -145,7 +145,7 @@ def test_attention_by_the_bounds_of_documents_is_chosen_if_the_configuration_all
         job = job.spec(path, value)
     (found,) = (choice for choice in judged(job, name).batches if choice.field == "spec.model.attention")
     assert found.value == ("sdpa" if reason else "varlen")
-    assert found.reason == (reason or "needs no mask, and computes no pair of tokens of two documents")
+    assert found.reason == (reason or "needs no mask, and computes no scores between documents")
     # Told of a written value, the planner chooses nothing.
     assert not {"sdpa", "varlen"} & {choice.value for choice in judged(job.spec("model.attention", "sdpa"), name).batches}
 

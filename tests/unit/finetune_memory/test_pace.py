@@ -118,8 +118,8 @@ def test_the_calculated_example_of_the_page() -> None:
 @pytest.mark.parametrize(
     ("fields", "product", "said"),
     [
-        ({}, None, "no GPU is named, and only for GPUs is time calculated: give --gpu"),
-        ({}, "Tesla P100", "no peaks of 'Tesla P100' are known"),
+        ({}, None, "no GPU is named, and time is calculated only for GPUs: give --gpu"),
+        ({}, "Tesla P100", "no peak rates of 'Tesla P100' are known"),
         ({}, "Tesla T4", "Tesla T4 has no matrix units for bfloat16"),
         ({"training__precision": "fp32", "model__attention": "sdpa"}, "H100", "computes in float32"),
         ({"parallelism__fsdp__offloadParams": True}, "H100", "offloadParams"),

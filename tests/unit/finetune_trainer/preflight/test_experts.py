@@ -18,7 +18,7 @@ def test_experts_that_are_not_packed_are_told_of(tmp_path: Path, method: str, un
     (found,) = [finding for finding in findings if finding.rule == "experts-not-packed"]
     assert (found.severity, found.field, found.value) == ("warning", "spec.method.type", method)
     # 6,144 and 36,864 of 60,320.
-    assert "only 10.2% of the base are packed to 4 bits" in found.message
+    assert "only 10.2% of the base is packed to 4 bits" in found.message
     assert "4 stacked parameters" in found.message
     assert "61.1% stay in bfloat16" in found.message
     assert f"set spec.method.type: {unpacked} if" in found.fix
