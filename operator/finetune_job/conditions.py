@@ -54,16 +54,16 @@ def with_condition(
     before = find_condition(conditions, kind)
     word = _WORDS[status]
     unchanged = before is not None and before.status == word
-    said = (str(reason), message[:MAX_TEXT_LENGTH], generation)
-    if unchanged and before is not None and (before.reason, before.message, before.observed_generation) == said:
+    content = (str(reason), message[:MAX_TEXT_LENGTH], generation)
+    if unchanged and before is not None and (before.reason, before.message, before.observed_generation) == content:
         return list(conditions)
     after = Condition.model_validate(
         {
             "type": kind,
             "status": word,
-            "reason": said[0],
-            "message": said[1],
-            "observedGeneration": said[2],
+            "reason": content[0],
+            "message": content[1],
+            "observedGeneration": content[2],
             "lastTransitionTime": before.last_transition_time if before is not None and unchanged else now,
         }
     )

@@ -110,7 +110,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
                 # Allowed only if the number of fields is bounded; the model's validators check their content.
                 result["x-kubernetes-preserve-unknown-fields"] = True
             elif value is not False:
-                raise UnknownKeywordError(f"{path}: free-form objects need a largest number of fields")
+                raise UnknownKeywordError(f"{path}: free-form objects need a maximum number of fields")
         elif key == "propertyNames":
             result["x-kubernetes-validations"] = [_bounded_keys(value, path)]
         elif key in _COPIED:
@@ -145,7 +145,7 @@ def _add_conditions(spec: Schema) -> None:
     for condition in CONDITIONS:
         rule = rule_by_id(condition.rule)
         if condition.rule != INVALID_FIELD and (rule is None or rule.severity != "error"):
-            raise ValueError(f"the rule book has no error {condition.rule}, which a condition of the schema refuses by")
+            raise ValueError(f"the rule book has no error {condition.rule}, which a condition of the schema names")
         validation = {"rule": condition.holds, "message": condition.message, "reason": "FieldValueInvalid"}
         if condition.field:
             validation["fieldPath"] = f".{condition.field}"

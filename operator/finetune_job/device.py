@@ -42,8 +42,8 @@ def product_of(plan: RunPlan) -> str | None:
 
 def parameters_by_name(source: str) -> int | None:
     """Read the number of parameters from the name of a model, as in Llama-3.1-8B and Mixtral-8x7B."""
-    found = _SIZE_IN_NAME.findall(source.rstrip("/").rpartition("/")[2])
-    return None if not found else max(int(float(size) * int(times or 1) * 1e9) for times, size in found)
+    sizes = _SIZE_IN_NAME.findall(source.rstrip("/").rpartition("/")[2])
+    return None if not sizes else max(int(float(size) * int(times or 1) * 1e9) for times, size in sizes)
 
 
 def large_on_cpu(plan: RunPlan, parameters: int | None) -> Finding | None:

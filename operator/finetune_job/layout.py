@@ -132,7 +132,7 @@ class MergedPaths:
 
     @property
     def current(self) -> Path:
-        """Path to which a merge writes. A model with its final name has passed: an earlier merge was killed after that."""
+        """Path to which a merge writes: the final one if an earlier merge was killed after its model had passed verification."""
         return self.verified if self.verified.exists() else self.unverified
 
 

@@ -99,16 +99,16 @@ def effective_settings(method: MethodType, settings: Mapping[str, Any]) -> dict[
 def _unknown(method: MethodType, name: str, value: Any, known: Mapping[str, Setting]) -> WrongSetting:
     by_lower = {other.lower(): other for other in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
-    found = [by_lower[each] for each in near]
-    hint = f"did you mean {' or '.join(found)}? " if found else "remove it. "
+    names = [by_lower[lower] for lower in near]
+    hint = f"did you mean {' or '.join(names)}? " if names else "remove it. "
     reason = f"PEFT's configuration of {method.value} has no {name}"
     fix = f"{hint}It has {', '.join(sorted(known))}"
-    likely = found[0] if found and difflib.SequenceMatcher(None, name.lower(), near[0]).ratio() >= _LIKELY else None
+    likely = names[0] if names and difflib.SequenceMatcher(None, name.lower(), near[0]).ratio() >= _LIKELY else None
     return WrongSetting(name, value, reason, fix, is_unknown=True, near=likely)
 
 
 _LIKELY = 0.8
-"""Similarity of two names from which on one is taken for a misspelling of the other."""
+"""Two names with at least this similarity are taken for spellings of the same name."""
 
 
 def _with_fractions(value: Any, types: tuple[str, ...]) -> Any:

@@ -80,7 +80,7 @@ class Method:
 
     def one_rank_setting(self, settings: Mapping[str, Any]) -> OneRankSetting | None:
         """Return the first setting that does not work on several ranks. settings: those of `effective_settings`."""
-        return next((each for each in self.needs.one_rank_settings if (settings.get(each.name) or 0) > 0), None)
+        return next((setting for setting in self.needs.one_rank_settings if (settings.get(setting.name) or 0) > 0), None)
 
 
 def _other(kind: MethodType, *, targets_all_linear: bool = True, refused: str = "") -> Method:

@@ -50,7 +50,7 @@ class Progress(BaseModel):
     checkpoint_interval_seconds: float | None = None
     """Seconds between planned checkpoints, at the pace of the latest steps; None without checkpoints."""
     checkpoint_time: float | None = None
-    """Unix time when that checkpoint was seen complete or this attempt began from it; without one, when the attempt began."""
+    """Unix time when the newest checkpoint was seen complete or the attempt began from it; without one, when it began."""
 
     restarts: list[RankRestart] = Field(default_factory=list)
     """Restarts of the ranks in their pod, in this attempt."""

@@ -102,18 +102,18 @@ def innermost_unit(parameter: str, units: Collection[str]) -> str:
 def by_unit(parameters: Iterable[_P], units: Iterable[str]) -> dict[str, list[_P]]:
     """Group parameters by the names of their units; the root's name is empty, and units without parameters are left out."""
     names = frozenset(units)
-    held: dict[str, list[_P]] = {}
-    for each in parameters:
-        held.setdefault(innermost_unit(each.name, names), []).append(each)
-    return held
+    groups: dict[str, list[_P]] = {}
+    for parameter in parameters:
+        groups.setdefault(innermost_unit(parameter.name, names), []).append(parameter)
+    return groups
 
 
 def element_types(parameters: Iterable[Parameter]) -> dict[str, str]:
     """Return the element types of the parameters, each with the name of the first parameter that has it."""
-    found: dict[str, str] = {}
-    for each in parameters:
-        found.setdefault(each.dtype, each.name)
-    return found
+    names: dict[str, str] = {}
+    for parameter in parameters:
+        names.setdefault(parameter.dtype, parameter.name)
+    return names
 
 
 def is_one_flat_parameter(fsdp: Fsdp) -> bool:
@@ -124,13 +124,13 @@ def is_one_flat_parameter(fsdp: Fsdp) -> bool:
 def unit_conflict(parameters: Collection[Parameter], fsdp: Fsdp) -> Conflict | None:
     """Return why these parameters cannot share a unit; None if they can."""
     if fsdp.version == 2:
-        return Conflict.TRAINED_TYPES if len(element_types(each for each in parameters if each.is_trained)) > 1 else None
+        return Conflict.TRAINED_TYPES if len(element_types(trained for trained in parameters if trained.is_trained)) > 1 else None
     kinds = element_types(parameters)
     if len(kinds) > 1:
         return Conflict.ELEMENT_TYPES
     if not INTEGERS.isdisjoint(kinds):
         return Conflict.INTEGERS
-    if is_one_flat_parameter(fsdp) and len({each.is_trained for each in parameters}) > 1:
+    if is_one_flat_parameter(fsdp) and len({parameter.is_trained for parameter in parameters}) > 1:
         return Conflict.REQUIRES_GRAD
     return None
 
@@ -150,7 +150,7 @@ def adapter_conflict(method: MethodType, fsdp: Fsdp, base: str, adapter: str) ->
 
 
 def reads_sharded_weights(method: MethodType, fsdp: Fsdp) -> bool:
-    """Whether layers read adapter weights while these are one-dimensional shards: original parameters of their own units."""
+    """Whether layers read adapter weights that are one-dimensional shards: original parameters in units of their own."""
     is_cut = fsdp.version == 1 and bool(fsdp.use_orig_params and fsdp.peft_wrap_policy)
     return is_cut and METHODS[method].needs.reads_adapters_outside_units
 

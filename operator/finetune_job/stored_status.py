@@ -31,16 +31,16 @@ def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
     """Read `status` of a FineTuneJob. Raises pydantic.ValidationError for content that no release ever wrote."""
     content = dict(content or {})
     if "conditions" in content:
-        content["conditions"] = [one for one in content["conditions"] if one.get("type") in _CONDITIONS]
+        content["conditions"] = [item for item in content["conditions"] if item.get("type") in _CONDITIONS]
     if "attempts" in content:
-        content["attempts"] = [_known_attempt(one) for one in content["attempts"] if one.get("role", Role.TRAIN) in _ROLES]
+        content["attempts"] = [_known_attempt(item) for item in content["attempts"] if item.get("role", Role.TRAIN) in _ROLES]
     status = FineTuneJobStatus.model_validate(content)
     return status.model_copy(update={"conditions": [*_implied_fetched(status), *status.conditions]})
 
 
 def _known_attempt(attempt: dict[str, Any]) -> dict[str, Any]:
     """Return the record of an attempt with only words that this release knows."""
-    evidence = [_with_known_failure(one) for one in attempt.get("evidence") or ()]
+    evidence = [_with_known_failure(fact) for fact in attempt.get("evidence") or ()]
     outcome = attempt.get("outcome", str(AttemptOutcome.RUNNING))
     return _with_known_failure(attempt) | {
         "evidence": evidence,

@@ -19,8 +19,8 @@ _OTHER_NAMES = {"weights-and-biases": WANDB, "weights_and_biases": WANDB, "weigh
 
 def nearest_tracker(name: str, offered: Collection[str]) -> str | None:
     """Return the offered tracker that is most likely meant; None if no name is similar."""
-    found = difflib.get_close_matches(_OTHER_NAMES.get(name.lower(), name.lower()), sorted(offered), n=1, cutoff=0.7)
-    return found[0] if found else None
+    near = difflib.get_close_matches(_OTHER_NAMES.get(name.lower(), name.lower()), sorted(offered), n=1, cutoff=0.7)
+    return near[0] if near else None
 
 
 def foreign_trackers(names: Sequence[str]) -> Finding | None:
@@ -28,7 +28,7 @@ def foreign_trackers(names: Sequence[str]) -> Finding | None:
     foreign = [name for name in names if name not in OWN]
     if not foreign:
         return None
-    near = {name: found for name in foreign if (found := nearest_tracker(name, OWN)) is not None}
+    near = {name: tracker for name in foreign if (tracker := nearest_tracker(name, OWN)) is not None}
     meant = list(dict.fromkeys(near.get(name, name) for name in names))
     return make_finding(
         "tracker-unknown",
@@ -39,5 +39,5 @@ def foreign_trackers(names: Sequence[str]) -> Finding | None:
         f"entry point of its name in the group {GROUP}, and without it preflight refuses the job",
         fix=f"write {FIELD}: [{', '.join(meant)}]" if near else "remove the name, or provide such a package",
         changes={FIELD: meant} if near else None,
-        is_proposal=any(name.lower() != found for name, found in near.items()),
+        is_proposal=any(name.lower() != tracker for name, tracker in near.items()),
     )

@@ -57,7 +57,7 @@ def _decimal(text: Any) -> Any:
         raise ValueError(f'{text!r} is below 0; write a number such as "0.05" or "2e-4"')
     if re.fullmatch(DECIMAL_PATTERN.strip("^$"), text) is None:
         raise ValueError(
-            f"{text!r} is not written as numbers are here, with digits around a point, an exponent of at most two digits, "
+            f"{text!r} is not in the form of a number here: digits, perhaps a point, an exponent of at most two digits, "
             'no sign and no blanks; write it as in "0.05" or "2e-4"'
         )
     return text

@@ -19,8 +19,8 @@ class Attention(StrEnum):
     EAGER = "eager"
     """Products and softmax one after the other, for models whose attention has no other form."""
     VARLEN = "varlen"
-    """torch's attention for documents of different lengths (`torch.nn.attention.varlen`): it needs no mask, and computes no pair
-    of tokens of two documents. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
+    """torch's attention for documents of different lengths (`torch.nn.attention.varlen`): it needs no mask, and computes no
+    scores between documents. On a GPU of compute capability 8.0 or later, in 16 bits; a CPU computes one document at a time."""
 
 
 class AddedToken(ApiModel):

@@ -27,7 +27,7 @@ def _fault(value: Any, depth: int = 1) -> tuple[str, str] | None:
             return None
         case int():
             too_large = abs(value) > _LARGEST_INTEGER
-            return ("", "is larger than any number of Kubernetes; write a smaller one") if too_large else None
+            return ("", "is larger than any integer in Kubernetes; write a smaller one") if too_large else None
         case str():
             return _fault_of_text(value, MAX_SETTING_TEXT)
         case float():

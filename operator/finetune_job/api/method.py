@@ -128,7 +128,7 @@ class LoraSpec(ApiModel):
     target_parameters: Annotated[list[ModuleName], Field(min_length=1, max_length=64)] | None = None
     """Names of parameters to adapt that are not a layer's weight, above all the stacked weights of experts, as in
     `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of the names of parameters with two or three dimensions. In all
-    layers; without dropout and not with DoRA or QDoRA. If targetModules is unset, only these parameters are adapted."""
+    layers, without dropout, DoRA or QDoRA. If targetModules is unset, only these parameters are adapted."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
     """Names of modules that get no adapter even if targetModules names them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None

@@ -75,7 +75,7 @@ class ElasticSpec(ApiModel):
 
     min_nodes: Annotated[int, Field(ge=1, le=4096)] = 1
     """Fewest nodes on which the gang trains; `parallelism.nodes` is the most. After a waiting time it starts on the nodes that it
-    has got; it continues without a node that is lost or taken back, and grows again later. The profile sets the times."""
+    has; it continues without a node that is lost or taken back, and grows again later. The profile sets the times."""
 
 
 class ParallelismSpec(ApiModel):

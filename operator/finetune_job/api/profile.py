@@ -167,7 +167,7 @@ class ElasticSettings(ApiModel):
     """Waiting times of elastic jobs (`spec.parallelism.elastic`). They are frozen with a job's plan."""
 
     shrink_after_seconds: Annotated[int, Field(ge=10, le=86_400)] = 300
-    """Seconds for which a gang waits for nodes for all of its pods before it starts on those that it has got, if these suffice. A
+    """Seconds for which a gang waits for nodes for all of its pods before it starts on those that it has, if they suffice. A
     gang that its queue does not admit in this time asks for fewer nodes: half as many, or as many as it had before."""
     grow_after_seconds: Annotated[int, Field(ge=10, le=604_800)] = 1800
     """Seconds for which a smaller gang trains before it asks for all nodes again, after its next checkpoint. The time doubles

@@ -137,12 +137,12 @@ def audit_finding(identifier: str, *, field: str, value: str = "", message: str,
 
 
 def rehearsal_required(profile: str, verdict: str) -> Finding:
-    """Refuse a job whose rehearsal did not pass. profile: the one that requires it. verdict: the rehearsal's, in one word."""
+    """Refuse a job whose rehearsal did not pass. profile: the profile that requires it. verdict: the rehearsal's, in one word."""
     return make_finding(
         "rehearsal-required",
         field="spec.preflight.rehearsal",
         value=verdict,
-        message=f"requireRehearsal of profile {profile}: a job trains only after a rehearsal that passed, and this one's is "
+        message=f"requireRehearsal of profile {profile}: a job trains only after a rehearsal that passed, and its verdict is "
         f"{verdict}.",
         fix="Increase spec.run.retry to try again; if time or memory ran out, raise resources.preflight of the profile first.",
     )

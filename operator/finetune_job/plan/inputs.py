@@ -180,9 +180,7 @@ def _mapping_plan(data: DataSpec, choices: Choices) -> MappingPlan:
         for name, value in fields.items():
             if getattr(mapping, name) != value:
                 choices.made.append(
-                    Choice(
-                        field=f"spec.data.mapping.{to_camel(name)}", value=value, reason=f"as the preset {mapping.preset} has it"
-                    )
+                    Choice(field=f"spec.data.mapping.{to_camel(name)}", value=value, reason=f"from the preset {mapping.preset}")
                 )
     if data.format is DataFormat.TEXT:
         reason = "blank lines separate the records of .txt files"

@@ -138,8 +138,8 @@ class PlacedPods(PlacementModel):
 
     def of(self, role: Role) -> PodPlacement:
         """Return the placement of one role's pods."""
-        found: PodPlacement = getattr(self, str(role))
-        return found
+        placement: PodPlacement = getattr(self, str(role))
+        return placement
 
 
 class Placement(PlacementModel):

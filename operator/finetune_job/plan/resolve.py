@@ -129,9 +129,9 @@ def sample_answers(spec: FineTuneJobSpec, choices: Choices) -> int:
         return spec.output.sample_answers or 0
     if isinstance(parse_destination(spec.output.destination), HubPath | RegistryPath):
         return choices.pick(
-            "output.sampleAnswers", spec.output.sample_answers, 0, "a repository may have other readers than the data"
+            "output.sampleAnswers", spec.output.sample_answers, 0, "a repository may have readers who may not see the data"
         )
-    return choices.pick("output.sampleAnswers", spec.output.sample_answers, SAMPLE_ANSWERS, "shows the manner of both models")
+    return choices.pick("output.sampleAnswers", spec.output.sample_answers, SAMPLE_ANSWERS, "shows how both models answer")
 
 
 def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, choices: Choices) -> PublishPlan | None:
@@ -142,7 +142,7 @@ def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, cho
         return None
     if isinstance(place, RegistryPath):
         tagged = written if written.endswith(f":{place.tag}") else None
-        written = choices.pick("output.destination", tagged, f"{written}:{DEFAULT_TAG}", "container tools mean this tag by none")
+        written = choices.pick("output.destination", tagged, f"{written}:{DEFAULT_TAG}", "the default tag of container tools")
     settings = profile.publish if profile is not None else PublishSettings()
     secret = spec.output.secret_ref
     return PublishPlan(
@@ -179,7 +179,7 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
             merge=_pod_placement(pods.merge or pods.cpu),
             publish=_pod_placement(pods.publish or pods.cpu),
         ),
-        image_pull_secrets=tuple(one.name for one in profile.image_pull_secrets or ()),
+        image_pull_secrets=tuple(reference.name for reference in profile.image_pull_secrets or ()),
         queue_during_preflight=profile.kueue.queue_during_preflight,
         requires_rehearsal=profile.require_rehearsal,
         scratch_storage=profile.scratch_storage,

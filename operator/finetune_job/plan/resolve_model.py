@@ -53,7 +53,7 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, 
     dropout = float(pick("method.lora.loraDropout", lora.lora_dropout, "0", "adapters seldom need dropout"))
     can_fuse = may_fuse and not METHODS[kind].needs.magnitudes and not lora.init_lora_weights.decomposes_base
     is_fused = can_fuse and not pick(
-        "method.lora.peftForward", lora.peft_forward, False, "casts factors and no inputs, and adds by the second product"
+        "method.lora.peftForward", lora.peft_forward, False, "casts factors instead of inputs, and adds in the second product"
     )
     reason = "small updates vanish in 16 bits"
     return LoraPlan(
@@ -179,7 +179,7 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
                 "parallelism.fsdp.useOrigParams",
                 fsdp.use_orig_params,
                 needs_original_parameters(own_units=peft_policy, trains_rows=trains_rows),
-                "what is trained next to frozen parameters needs it"
+                "trained parameters next to frozen ones need it"
                 if trains_rows
                 else "each unit is all trained or all frozen"
                 if peft_policy
@@ -200,7 +200,7 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
                 "parallelism.fsdp.reshardAfterForward",
                 fsdp.reshard_after_forward,
                 None,
-                "preflight chooses: false if all weights at once fit a rank, else true"
+                "preflight chooses: false if a rank has memory for all weights, else true"
                 if spec.parallelism.nodes * spec.parallelism.processes_per_node > 1
                 else "one rank gathers nothing",
             )
@@ -208,6 +208,6 @@ def fsdp_plan(spec: FineTuneJobSpec, choices: Choices) -> FsdpPlan:
         offload_params=fsdp.offload_params,
         param_dtype=param_dtype,
         reduce_dtype=choices.pick(
-            "parallelism.fsdp.mixedPrecision.reduceDtype", mixed.reduce_dtype, Dtype.FLOAT32, "sums lose little"
+            "parallelism.fsdp.mixedPrecision.reduceDtype", mixed.reduce_dtype, Dtype.FLOAT32, "sums lose little precision"
         ),
     )

@@ -1,9 +1,9 @@
 """The frozen contract between operator, command line and trainer, with every value resolved or left to preflight.
 
-Numbers that are strings in the spec are floats here, because here they are used; JSON written by Python reads back to the same
-float. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its report. A
-field's default is the behaviour of releases without that field; `resolve` sets every field, and choices.py records those that the
-user left open.
+Numbers that are strings in the spec are floats here, because programs compute with them; JSON written by Python reads back to the
+same float. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its report.
+A field's default is the behaviour of releases without that field; `resolve` sets every field, and choices.py records those that
+the user left open.
 """
 
 from collections.abc import Iterable

@@ -116,7 +116,7 @@ def float16_range(context: RuleContext) -> Problem | None:
     return Problem(
         value=Dtype.FLOAT16,
         message="the computation is in float16: values that a model trained in bfloat16 computes may be above 65504, which "
-        "float16 turns into infinity; scaling the loss, which this trainer does, saves small gradients and no large activation",
+        "float16 turns into infinity; scaling the loss, which this trainer does, saves small gradients, not large activations",
         fix=f"set {' and '.join(changes)} to bfloat16",
         field=next(iter(changes)),
         changes=changes,

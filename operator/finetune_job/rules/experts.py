@@ -34,7 +34,7 @@ def target_parameters_conflict(context: RuleContext) -> Problem | None:
     if lora.lora_dropout is not None and Decimal(lora.lora_dropout) != 0:
         wrong[_DROPOUT] = (lora.lora_dropout, "the adapter is added to the weights, so there is no input to drop from", None)
     if lora.init_lora_weights is LoraInit.ORTHOGONAL:
-        wrong[_INIT] = (lora.init_lora_weights, "PEFT looks for a layer's weight to take the element type from", None)
+        wrong[_INIT] = (lora.init_lora_weights, "PEFT takes the element type from a layer's weight", None)
     if lora.init_lora_weights.decomposes_base:
         wrong[_INIT] = (lora.init_lora_weights, "it decomposes a layer's weight, and an adapted parameter is not a layer", None)
     if not wrong:

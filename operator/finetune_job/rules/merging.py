@@ -56,8 +56,8 @@ def merge_dequantized_without_qlora(context: RuleContext) -> Problem | None:
         return None
     return Problem(
         value=merge.base,
-        message=f"{kind} trains on the weights as they are stored: nothing was packed that the merge could unpack, and after the "
-        "training it would fail",
+        message=f"{kind} trains on the weights as they are stored: the merge would have nothing to unpack, and would fail "
+        "after the training",
         fix=f"set {_BASE} to Original",
         changes={_BASE: MergeBase.ORIGINAL},
     )

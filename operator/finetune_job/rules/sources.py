@@ -138,7 +138,7 @@ def model_source_inside_repository(context: RuleContext) -> Problem | None:
     return _problem(
         context,
         [edit for edit in _model_edits(context) if _path_of(edit.named) != ""],
-        "it names a directory inside a repository, and the adapter would name the repository as its base, whose top is another",
+        "it names a directory inside a repository, but the adapter would name the repository, another model, as its base",
         "write hf://<organisation>/<model>; copy a model in a directory to a claim or a bucket",
     )
 

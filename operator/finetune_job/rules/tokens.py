@@ -25,7 +25,7 @@ def trainable_token_repeated(context: RuleContext) -> Problem | None:
         return None
     return Problem(
         value=tokens,
-        message=f"token {repeated[0]} is given more than once: each time gets its own row, and it is undefined which row counts",
+        message=f"token {repeated[0]} is given more than once: each gets its own row, and it is undefined which row counts",
         fix="give each token once",
         changes={TOKENS: sorted(set(tokens))},
     )

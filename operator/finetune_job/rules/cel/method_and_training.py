@@ -83,7 +83,7 @@ METHOD_CONDITIONS: tuple[CelCondition, ...] = (
         "all-linear-beside-names",
         "targetModules",
         "SETTING.size() == 1 || !('all-linear' in SETTING)",
-        "all-linear means something only alone",
+        "all-linear only has a meaning on its own",
     ),
     _lora(
         "target-modules-empty",

@@ -26,8 +26,8 @@ def _malformed_text(written: ManifestSettings, is_malformed: Malformed) -> Probl
     return Problem(
         field=written.field(setting),
         value=f"{setting}: {text}",
-        message=f'"{text}" is a string, not a list, so PEFT takes it for a regular expression on whole module names, which it '
-        "is not",
+        message=f'"{text}" is a string, not a list, so PEFT takes it for a regular expression on whole module names, but '
+        "it is none",
         fix="write a list of names, as in [q_proj, v_proj]",
         changes={written.path(name): None for name in wrong},
     )
@@ -72,7 +72,7 @@ def expressions_of(method: MethodPlan) -> list[str]:
 
 
 def expression_problems(method: MethodPlan, is_malformed: Malformed) -> dict[str, Problem]:
-    """Return the problems by the id of their rule. is_malformed: finds more than a look at the characters alone."""
+    """Return the problems by the id of their rule. is_malformed: may find more faults than a look at the characters."""
     written = _settings_of_plan(method)
     problems = {
         "module-expression-malformed": _malformed_text(written, is_malformed),

@@ -59,7 +59,7 @@ def _layers(value: Any) -> bool:
 
 _M = MethodType
 _NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
-_RAISES = "PEFT refuses it once the model is there"
+_RAISES = "PEFT refuses it once the model is loaded"
 DROPOUTS = ("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout")
 _ANY_BIAS = (_M.VERA, _M.BOFT, _M.HRA, _M.MISS)
 """Methods whose bias PEFT declares as any string, and which accept `lora_only` besides their own word."""
@@ -93,14 +93,14 @@ SETTING_LIMITS: tuple[SettingLimit, ...] = (
         ("oftBlockSize",),
         lambda value: value == 0 or value >= 2,
         "a whole number of at least 2, or 0 where r is given",
-        "no error at 1: a block of one channel cannot turn, and the adapter is of size 0; below 0 PEFT refuses it",
+        "no error at 1: a block of one channel cannot rotate, and the adapter is of size 0; below 0 PEFT refuses it",
         examples=(1,),
     ),
     SettingLimit(
         ("boftBlockSize",),
         lambda value: value == 0 or value >= 2,
         "a whole number of at least 2, or 0 where boftBlockNum is given",
-        "no error at 1: a block of one channel cannot turn, so only the scales are trained; below 0 PEFT refuses it",
+        "no error at 1: a block of one channel cannot rotate, so only the scales are trained; below 0 PEFT refuses it",
         examples=(1,),
     ),
     SettingLimit(("boftBlockNum",), lambda value: value >= 0, "0 (not used) or a whole number above it", _RAISES, examples=(-1,)),

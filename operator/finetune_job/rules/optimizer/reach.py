@@ -76,7 +76,7 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
     return Problem(
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
-        "which is lost where weights are stored: the result would be the base model, and its merge may fail its verification",
+        "less than the weights' precision: the result would be the base model, and its merge may fail its verification",
         fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "{_rates(plan).proposed}", a norm of "1.0", '
         'an epsilon of "1e-8"',
         field=field,

@@ -113,7 +113,7 @@ def test_freeing_parameters_after_the_forward_pass_is_left_to_preflight_unless_i
     unset, written = planned(ranks), planned({**ranks, field: given})
     assert unset.parallelism.fsdp.reshard_after_forward is None
     (choice,) = (choice for choice in unset.choices if choice.field == f"spec.{field}")
-    assert (choice.value, choice.reason) == (None, "preflight chooses: false if all weights at once fit a rank, else true")
+    assert (choice.value, choice.reason) == (None, "preflight chooses: false if a rank has memory for all weights, else true")
     assert written.parallelism.fsdp.reshard_after_forward is given
     assert f"spec.{field}" not in {choice.field for choice in written.choices}
     assert unset.parallelism.leaves_resharding_open
@@ -173,7 +173,7 @@ def test_sample_answers_show_held_out_records_to_nobody_who_has_not_been_named()
         plan = planned(held_out | {"output.destination": destination})
         (choice,) = (choice for choice in plan.choices if choice.field == "spec.output.sampleAnswers")
         assert (plan.sample_answers, choice.value) == (0, 0)
-        assert "other readers" in choice.reason
+        assert "may not see the data" in choice.reason
         assert planned(held_out | {"output.destination": destination, "output.sampleAnswers": 5}).sample_answers == 5
     assert planned(held_out | {"output.sampleAnswers": 0}).sample_answers == 0
     assert plan_of().sample_answers == 0
