@@ -1,4 +1,4 @@
-"""Panels of the help, and how every verb reads manifests, reports errors, and prints its answer as text, JSON or YAML."""
+"""Groups the verbs in the help; for every verb, reads manifests, reports errors, and prints the answer as text, JSON or YAML."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Output(StrEnum):
 
 
 class Panel(StrEnum):
-    """The title above a group of verbs, in the order of the help."""
+    """Titles of the groups of verbs, in the order of the help."""
 
     TRAIN = "Train"
     LOOK = "Look"
@@ -79,7 +79,7 @@ def reported_errors() -> Iterator[None]:
         raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        typer.echo(f"{place}{error.strerror or error}; check the path, your permissions and the room on the disk", err=True)
+        typer.echo(f"{place}{error.strerror or error}; check the path, your permissions and the free disk space", err=True)
         raise typer.Exit(ExitCode.FAILED) from error
     except RecursionError as error:
         typer.echo("the input is nested too deeply", err=True)
@@ -140,7 +140,7 @@ def manifest_text(argument: str | None, option: str | None) -> str:
 
 
 def read_files(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return name and text of every file; files of a directory are sorted by name. Raises LocalError, also without any file."""
+    """Return name and text of every file; files of a directory are sorted by name. Raises LocalError, also if there is none."""
     if not names:
         raise LocalError(_NONE)
     files: list[str] = []

@@ -155,7 +155,7 @@ def estimate(
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of one pass over the data; needed for the hours of a run that is set in epochs."),
+        typer.Option(min=1, help="Tokens of one pass over the data; needed to calculate the hours of a run of epochs."),
     ] = None,
     output: Form = Output.TEXT,
     profile: Annotated[Path | None, typer.Option(help="Manifest of the FineTuneProfile to judge with.")] = None,
@@ -217,13 +217,13 @@ def data(
     filename: Filename = None,
     claims: ClaimsDirectory = DEFAULT_CLAIMS,
     claim: ClaimPaths = None,
-    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Number of records shown of each source.")] = 2,
-    first: Annotated[int, typer.Option(min=1, help="Number of records read and counted of each source.")] = 1000,
+    records: Annotated[int, typer.Option("-n", "--records", min=0, help="Number of records of each source to show.")] = 2,
+    first: Annotated[int, typer.Option(min=1, help="Number of records of each source to read and count.")] = 1000,
     output: Form = Output.TEXT,
 ) -> None:
     """Show the first records as training sees them.
 
-    The records are rendered, with the trained parts marked, counted and measured. Reads sources on this machine, including those
+    Renders, counts and measures the records, and marks the trained parts. Reads sources on this machine, including those
     that an earlier run has fetched.
 
     Exit codes: 0: no objection; 1: refused; 2: unusable input.

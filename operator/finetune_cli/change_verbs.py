@@ -36,7 +36,7 @@ def submit(
     *,
     file: Annotated[str, typer.Argument(help="Manifest with FineTuneJobs; - for standard input.")],
     namespace: Namespace = None,
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then show changes until the job has ended.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Afterwards show changes until the job has ended.")] = False,
     context: Context = None,
     output: Form = Output.TEXT,
 ) -> None:
@@ -270,7 +270,7 @@ def init(
         return
     where = [
         *(["--claims", str(claims)] if claims is not None else []),
-        *(word for each in claim or [] for word in ("--claim", each)),
+        *(word for place in claim or [] for word in ("--claim", place)),
     ]
     run = shlex.join(["finetune", "run", str(file), *where])
     typer.echo(f"{file} is written; next: `{run}` on this machine, or `finetune submit {file}`", err=True)

@@ -56,7 +56,7 @@ def list_jobs(
     namespace: Namespace = None,
     everywhere: Everywhere = False,
     selector: Annotated[str, typer.Option("-l", "--selector", help="Labels, as in kubectl: team=vision,tier!=test.")] = "",
-    watch: Annotated[bool, typer.Option("-w", "--watch", help="Then print each job that changes, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("-w", "--watch", help="Afterwards print each job that changes, until Ctrl-C.")] = False,
     context: Context = None,
     output: Form = Output.TEXT,
     local: Local = False,
@@ -91,8 +91,7 @@ def status(
     namespace: Namespace = None,
     watch: Annotated[bool, typer.Option("-w", "--watch", help="Print again on each change, until the job has ended.")] = False,
     curve: Annotated[
-        bool,
-        typer.Option("--curve", help="Draw the loss of all steps; a pod that lives for seconds reads it from the workspace."),
+        bool, typer.Option("--curve", help="Draw the loss of all steps; a short-lived pod reads it from the workspace.")
     ] = False,
     checkpoints: Annotated[
         bool,
@@ -164,7 +163,7 @@ def logs(
 ) -> None:
     """Print the logs of a job.
 
-    Logs of training pods that are gone are read from the workspace by a pod that lives for seconds, with the image and user of
+    Logs of training pods that are gone are read from the workspace by a short-lived pod, with the image and user of
     the job's own pods. The workspace keeps the newest 8 to 16 MiB of each rank.
 
     Exit codes: 0: done; 2: no such job or wrong arguments; 3: there is no such log; 130: interrupted.
@@ -181,7 +180,7 @@ def logs(
             raise LocalError("--since: the logs of a run on this machine have no times; use --tail")
         run, *others = named_runs(claims or DEFAULT_CLAIMS, name, namespace)
         if others:
-            places = ", ".join(sorted(each.plan.job.namespace for each in (run, *others)))
+            places = ", ".join(sorted(known.plan.job.namespace for known in (run, *others)))
             raise LocalError(f"{name}: there is a run of that name in several namespaces ({places}); choose one with --namespace")
         for line in local_log_lines(run, request):
             typer.echo(line)

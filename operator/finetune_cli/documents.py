@@ -178,7 +178,7 @@ def read_documents(text: str, file: str = "") -> list[Document]:
         raise DocumentError(problem("file", "not YAML", " ".join(str(error).split()), "save the file as UTF-8 YAML")) from error
     except (LookupError, AttributeError, TypeError) as error:
         # PyYAML's constructors assume that a value fits an explicit tag such as !!float.
-        raise DocumentError(problem("file", "not YAML", "a tag does not fit the value behind it", "remove the tag")) from error
+        raise DocumentError(problem("file", "not YAML", "a tag does not fit its value", "remove the tag")) from error
     except RecursionError as error:
         raise DocumentError(_too_much("file")) from error
     documents = [Document(number, content, file) for number, content in enumerate(contents, start=1) if content is not None]
@@ -235,7 +235,7 @@ def _fault(value: Any) -> tuple[str, str, str] | None:
         case int() if abs(value) > LARGEST_INTEGER:
             # Python refuses to write more than 4300 decimal digits, so a longer number is written in hexadecimal.
             written = str(value) if value.bit_length() < 2_000 else f"{value:#x}"
-            return written[:60], "is larger than any number of Kubernetes", "write a smaller number"
+            return written[:60], "is larger than any integer in Kubernetes", "write a smaller number"
         case None | str() | bool() | int() | float() | dict() | list():
             return None
         case _:

@@ -28,7 +28,7 @@ _WIDTH = 10_000_000
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _JSON_INDENT = re.compile(r"\{\n( +)")
 _CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
-"""A key that only comments follow on its line, and the start of its value on a later line."""
+"""Matches a key whose line holds nothing else but a comment, and the start of its value on a later line."""
 _UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
 """Errors that ruamel raises for layouts that it does not know, and for changes that do not fit tags, aliases or merge keys."""
 
@@ -123,7 +123,7 @@ def _dumped(root: Any, layout: str) -> str:
 
 
 def _change(node: Any, before: Any, after: Any) -> None:
-    """Make a node that reads as `before` read as `after`."""
+    """Change a node, whose value reads as `before`, to read as `after`."""
     if isinstance(before, list):
         for index, (old, new) in enumerate(zip(before, after, strict=True)):
             _change_entry(node, index, old, new)

@@ -1,4 +1,4 @@
-"""Exit codes of `finetune`, and the error that carries one to the end of a command."""
+"""Exit codes of `finetune`, and the error that ends a command with one of them."""
 
 from enum import IntEnum
 
@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     """A rule or preflight says that the job cannot work. For `wait`: the job failed or needs a person. For `audit` and
     `reproduce`: something differs."""
     UNUSABLE = 2
-    """The input is not what it should be, or an argument is wrong, such as the name of a job that does not exist."""
+    """The input cannot be used, or an argument is wrong, such as the name of a job that does not exist."""
     FAILED = 3
     """A run failed, the cluster could not be read, or the API server rejected the request. For `wait`: the time ran out."""
     INTERRUPTED = 130

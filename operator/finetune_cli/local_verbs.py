@@ -183,7 +183,7 @@ def merge(
 
 
 RunName = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run on this machine, or its directory below .finetune of the claims.")
+    str, typer.Argument(metavar="RUN", help="Name of a run on this machine, or its directory in .finetune below the claims.")
 ]
 AnyNamespace = Annotated[str | None, typer.Option("-n", "--namespace", help="Namespace in the job's manifest. Unset: any.")]
 ReplayRanks = Annotated[
@@ -199,7 +199,7 @@ def audit(
     *,
     run: RunName,
     intervals: Annotated[
-        int, typer.Option(min=1, help="Number of intervals between kept checkpoints that are chosen at random.")
+        int, typer.Option(min=1, help="Number of intervals between kept checkpoints to recompute, chosen at random.")
     ] = 3,
     seed: Annotated[
         int | None,
@@ -213,12 +213,12 @@ def audit(
     claim: ClaimPaths = None,
     output: AuditForm = Output.TEXT,
 ) -> None:
-    """Prove a run by recomputing parts of it.
+    """Check a run by recomputing parts of it.
 
     Compares all parts of the run by their digests, and recomputes randomly chosen intervals between checkpoints. The run is only
     read.
 
-    Exit codes: 0: nothing differs; 1: something differs; 2: unusable input; 3: it could not be computed again;
+    Exit codes: 0: nothing differs; 1: something differs; 2: unusable input; 3: it could not be recomputed;
     130: interrupted.
     """
     from finetune_cli.commands.audit import AuditOrder
@@ -288,7 +288,7 @@ def reproduce(
         "its directory": RunDirectory(Path(job)).is_there,
     }
     of_cluster = {"--wait": wait, "--nodes": nodes is not None, "--name": new_name is not None, "--context": context is not None}
-    here, there = ([name for name, is_given in each.items() if is_given] for each in (of_machine, of_cluster))
+    here, there = ([name for name, is_given in options.items() if is_given] for options in (of_machine, of_cluster))
     end: Change | AuditEnd
     if here and there:
         raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")

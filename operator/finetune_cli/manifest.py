@@ -50,7 +50,7 @@ def _unknown_metadata(content: Any) -> list[Finding]:
     findings = []
     for name in metadata:
         if name not in _METADATA:
-            near = nearest(name, [each for each in _METADATA if each not in metadata])
+            near = nearest(name, [known for known in _METADATA if known not in metadata])
             fix = f"write {near[0]}" if near else f"remove metadata.{name}, or make it a label or an annotation"
             changes = {f"metadata.{name}": None, **({f"metadata.{near[0]}": metadata[name]} if near else {})}
             has_path = "." not in name

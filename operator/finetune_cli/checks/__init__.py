@@ -1,1 +1,1 @@
-"""Judges manifests, their fixes, memory and time, and facts about a cluster, without a request to a cluster."""
+"""Judges manifests and facts about a cluster, fixes manifests, and estimates memory and time, without requests to a cluster."""

@@ -45,13 +45,13 @@ class NetworkProbe:
     """Connections that a pod could make to another under two NetworkPolicies."""
 
     ingress_denied: bool
-    """Whether the port that the other pod's policy does not let in was not reached."""
+    """Whether the connection that the other pod's ingress policy denies failed."""
     egress_denied: bool
-    """Whether the port that the asking pod's policy does not let out was not reached."""
+    """Whether the connection that the asking pod's egress policy denies failed."""
     allowed_reached: bool
-    """Whether the port that both policies allow was reached."""
+    """Whether the connection that both policies allow succeeded."""
     node_denied: bool
-    """Whether the kubelet of the asking pod's own node, which no policy allows, was not reached."""
+    """Whether the connection to the kubelet of the asking pod's own node, which no policy allows, failed."""
     resolved: bool
     """Whether a name of the cluster was resolved: the policies allow the profile's DNS servers."""
 
@@ -93,7 +93,7 @@ class CheckId(StrEnum):
     STORAGE_CLASS = "storage-class"
     """Workspace claims get a storage class: the one that the profile names, or the cluster's default."""
     NETWORK_POLICIES = "network-policies"
-    """The cluster's network enforces NetworkPolicies in both directions, and no more than them; only with `--probe`."""
+    """The cluster's network enforces NetworkPolicies in both directions, and denies nothing else; only with `--probe`."""
     NODE_ISOLATION = "node-isolation"
     """A pod does not reach the kubelet of the node it runs on; only with `--probe`."""
     DNS = "dns"
@@ -157,7 +157,7 @@ def _version(version: str | UnknownFact) -> Check:
         return Check(CheckId.KUBERNETES_VERSION, CheckOutcome.UNKNOWN, version.reason)
     parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:
-        reason = f"the API server calls its version {version[:64]!r}"
+        reason = f"the API server reports the version {version[:64]!r}"
         return Check(CheckId.KUBERNETES_VERSION, CheckOutcome.UNKNOWN, reason)
     least = ".".join(map(str, MINIMUM_VERSION))
     return _judged(
@@ -182,10 +182,10 @@ def _definitions(served: Sequence[str] | UnknownFact) -> Check:
 
 def _operator(deployments: Sequence[OperatorDeployment] | UnknownFact) -> Check:
     known = [] if isinstance(deployments, UnknownFact) else deployments
-    names = ", ".join(f"{each.namespace}/{each.name}" for each in known)
+    names = ", ".join(f"{deployment.namespace}/{deployment.name}" for deployment in known)
     return _judged(
         CheckId.OPERATOR,
-        deployments if isinstance(deployments, UnknownFact) else any(each.ready_replicas > 0 for each in known),
+        deployments if isinstance(deployments, UnknownFact) else any(deployment.ready_replicas > 0 for deployment in known),
         f"the operator is ready: {names}",
         f"no pod of the operator is ready: {names}" if names else "there is no Deployment of the operator",
         "see `kubectl describe` and the logs of its pods" if names else "install the chart",
@@ -214,7 +214,7 @@ def _profile(
         CheckId.PROFILE,
         labels if isinstance(labels, UnknownFact) else profile.namespace_selector.selects(labels or {}),
         f"{allowed}, by the labels of the namespace",
-        f"{refused}: its labels are not those of namespaceSelector",
+        f"{refused}: its labels do not match namespaceSelector",
         f"ask the platform team to label {namespace}, {instead}",
         fix_unknown=f"ask somebody who may `get` the Namespace {namespace}: the profile asks for its labels",
     )
@@ -262,7 +262,7 @@ def _network(probe: NetworkProbe | UnknownFact | None) -> Iterator[Check]:
             probe.allowed_reached,
             "the cluster's network enforces NetworkPolicies in both directions",
             "the cluster's network denies a connection that NetworkPolicies allow: ranks could not reach each other",
-            "look for further policies of the namespace or of the cluster, and at the log of the network plugin",
+            "look for other policies in the namespace and the cluster, and read the log of the network plugin",
         )
         yield _judged(
             CheckId.NODE_ISOLATION,

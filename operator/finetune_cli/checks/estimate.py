@@ -22,7 +22,7 @@ from finetune_memory.verdict import MemoryVerdict, judge_memory, limit_of
 
 GPU_MEMORY_OPTION = "--gpu-memory"
 SMALLEST_DEVICE = 2**20
-"""Bytes. A smaller number is taken to lack its unit."""
+"""Smallest accepted memory of a device, in bytes: a smaller number probably lacks its unit."""
 
 
 @dataclass(frozen=True)

@@ -132,20 +132,20 @@ class ClusterClient:
             status = cause.status_code if isinstance(cause, WebSocketBadStatusException) else None
             why = f"the API server answered {status}" if status else str(cause)[:_SHOWN]
             raise RequestError(f"no program can be run in the pod {pod}: {why}", status) from error
-        said, heard = b"", time.monotonic()
+        errors, heard = b"", time.monotonic()
         try:
             while process.is_open():
                 process.update(timeout=silence_seconds)
                 chunk, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
-                said = (said + more)[-_SHOWN:]
+                errors = (errors + more)[-_SHOWN:]
                 if chunk or more:
                     heard = time.monotonic()
                     yield from [chunk] if chunk else []
                 elif time.monotonic() - heard >= silence_seconds:
-                    raise RequestError(f"the program in the pod {pod} says nothing for {silence_seconds:g} s")
+                    raise RequestError(f"the program in the pod {pod} has printed nothing for {silence_seconds:g} s")
             # Output that arrived while another channel was read.
             rest, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
-            said = (said + more)[-_SHOWN:]
+            errors = (errors + more)[-_SHOWN:]
             yield from [rest] if rest else []
             ended = process.read_channel(ERROR_CHANNEL)
         except (WebSocketException, OSError) as error:
@@ -157,7 +157,7 @@ class ClusterClient:
         if end is None:
             raise RequestError(f"the connection to the pod {pod} broke off")
         if end.get("status") != "Success":
-            why = said.decode(errors="replace").strip() or str(end.get("message"))[:_SHOWN]
+            why = errors.decode(errors="replace").strip() or str(end.get("message"))[:_SHOWN]
             raise RequestError(f"the program in the pod {pod} failed: {why}", 400)
 
     def _send(

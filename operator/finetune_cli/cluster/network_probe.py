@@ -1,4 +1,4 @@
-"""Finds out whether the cluster's network enforces NetworkPolicies, with two pods that live for seconds.
+"""Finds out whether the cluster's network enforces NetworkPolicies, with two short-lived pods.
 
 The objects are deleted in any case; if this machine dies before that, the pods end by themselves.
 """
@@ -38,7 +38,7 @@ def probe_network(
     made: list[str] = []
 
     def make(collection: str, document: dict[str, Any]) -> None:
-        # Noted before the request, which may be carried out even if its answer is lost.
+        # Recorded before the request, which may be carried out even if its answer is lost.
         made.append(f"{collection}/{document['metadata']['name']}")
         client.request("POST", collection, document)
 

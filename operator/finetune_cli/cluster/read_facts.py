@@ -75,10 +75,10 @@ def _profile(client: ClusterClient, name: str) -> FineTuneProfileSpec | UnknownF
         if error.status == 404:
             return None
         raise
-    found = read_profile(spec)
-    if isinstance(found, str):
-        return UnknownFact(f"the FineTuneProfile {name} is not one that this release of `finetune` knows: {found}")
-    return found
+    parsed = read_profile(spec)
+    if isinstance(parsed, str):
+        return UnknownFact(f"this release of `finetune` cannot read the FineTuneProfile {name}: {parsed}")
+    return parsed
 
 
 def _labels(client: ClusterClient, namespace: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A pod that lives for seconds and prints the logs, the history and the checkpoints of a job from its workspace.
+"""A short-lived pod that prints the logs, the history and the checkpoints of a job from its workspace.
 
 It has the image, user, placement and claim of the job's own pods, from the frozen plan, and mounts the claim read-only. If this
 machine dies, the pod is deleted with its job.
@@ -68,7 +68,7 @@ for name in [each for asked in names for each in files(asked)]:
         say(file=name, error=str(error))
 say(end=True, cut=left <= 0)
 """
-"""Prints a JSON object per line: for a file its size, then each of its last lines; for a directory its size; at last the end."""
+"""Prints a JSON object per line: for a file its size, then each of its last lines; for a directory its size; finally the end."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def workspace_of(cluster: Cluster, job: SeenJob) -> WorkspaceAccess:
     try:
         plan = read_launch_plan(documents.text(config_map, "data", PLAN_KEY))
     except ValidationError as error:
-        raise ClusterError(f"{job.title}: its plan is not one that this release of `finetune` can read") from error
+        raise ClusterError(f"{job.title}: this release of `finetune` cannot read its plan") from error
     if plan.placement is None:
         raise ClusterError(f"{job.title}: its plan names no pods")
     published_at = "" if plan.publish is None else plan.publish.destination

@@ -16,7 +16,7 @@ from finetune_cli.jobs.plain import plain
 from finetune_cli.jobs.seen import SeenJob
 
 MOST_LISTED_BYTES = 16 << 20
-"""Longest answer that lists the files."""
+"""Maximum length of the list of files."""
 _SHOWN = 200
 PART_BYTES = 8 << 20
 """Maximum bytes that one program sends: the client holds in memory what arrives faster than it is written to disk."""
@@ -98,7 +98,7 @@ class ResultsPod:
 
 @contextmanager
 def running_pod(cluster: Cluster, job: SeenJob, access: WorkspaceAccess, seconds: int) -> Iterator[ResultsPod]:
-    """Create the pod, wait until it is running, and finally delete it. `seconds`: its longest lifetime. Raises ClusterError."""
+    """Create the pod, wait until it is running, and finally delete it. `seconds`: its maximum lifetime. Raises ClusterError."""
     # The pod only sleeps; programs are run in it with `exec`.
     command = ["python", "-c", f"import time; time.sleep({seconds})"]
     document = reader_pod(job, access.results, access.placement, command, seconds)

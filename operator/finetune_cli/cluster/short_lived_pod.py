@@ -71,15 +71,15 @@ def short_lived(
     try:
         waited = 0.0
         while True:
-            found = cluster.get("v1", "pods", name, namespace)
-            if found is None:
+            current = cluster.get("v1", "pods", name, namespace)
+            if current is None:
                 raise ClusterError(f"the pod {name}, which was to read the claim, was deleted by somebody else")
-            pod = seen_pod(found)
+            pod = seen_pod(current)
             if pod.phase == phase:
                 break
             if pod.phase in ("Failed", "Succeeded") or waited > SECONDS:
                 reasons = [f"{container.reason}: {container.message}" for container in pod.containers if container.reason]
-                why = reasons[0] if reasons else documents.text(found, "status", "message") or pod.phase
+                why = reasons[0] if reasons else documents.text(current, "status", "message") or pod.phase
                 raise ClusterError(f"the pod {name}, which was to read the claim, did not do so ({plain(why, 300)})")
             pause(_POLL_SECONDS)
             waited += _POLL_SECONDS

@@ -31,7 +31,7 @@ from finetune_job.names import Role
 from finetune_job.plan.digest import text_sha256
 from finetune_job.plan.run_plan import RunPlan
 
-_STOPPING = "the recomputation is given up"
+_STOPPING = "the recomputation is stopped"
 _KEEP = "set spec.checkpoint.keep, and everySteps, in the next job so that more are kept; `finetune reproduce` runs all steps"
 
 
@@ -49,7 +49,7 @@ class AuditOrder:
 
 @dataclass
 class _Audited:
-    """A run with its plan, and what the trainer's process found in its parts."""
+    """A run, its plan, and the findings of the trainer's process on its parts."""
 
     place: RunDirectory
     plan: RunPlan
@@ -92,9 +92,9 @@ class _Audited:
     def compare(self, places: Sequence[Path], again: Path, interruption: Interruption, note: str = "") -> None:
         """Add a finding for each of `places` that differs from the recomputed `again`. note: what may explain the difference."""
         for place in places:
-            said = _difference("results", place, again, interruption)
-            if said is not None:
-                message = f"{place} is not what comes out again: {said}{note}"
+            difference = _difference("results", place, again, interruption)
+            if difference is not None:
+                message = f"{place} differs from the recomputed result: {difference}{note}"
                 self.add("audit-result-differs", field=place.name, message=message)
 
 
@@ -133,10 +133,10 @@ def audit(order: AuditOrder, count: int, seed: int | None, console: Console) -> 
                     replay.take_inputs([checkpoint_name(interval.start)] if interval.start else [])
                     replay.run((Role.TRAIN,), view, interruption, ranks=ranks, until_step=interval.end)
                 ours, theirs = run.workspace.checkpoints / end, replay.workspace.checkpoints / end
-                said = _difference("checkpoints", ours, theirs, interruption)
-                if said is not None:
-                    message = f"{interval}, computed again, end with different values: {said}{run.note(replay.workspace)}"
-                    run.add("audit-interval-differs", field=end, value=said.partition(" ")[0], message=message)
+                difference = _difference("checkpoints", ours, theirs, interruption)
+                if difference is not None:
+                    message = f"{interval}, recomputed, end with different values: {difference}{run.note(replay.workspace)}"
+                    run.add("audit-interval-differs", field=end, value=difference.partition(" ")[0], message=message)
                 shutil.rmtree(replay.place.root)
             if run.exported_step is not None:
                 # A run that resumes at its last step only exports that step again, so the result is compared without training.
@@ -182,7 +182,7 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
                 )
                 if differs:
                     message = f"the adapter differs already, so nothing was merged, and {merged} is not compared"
-                    fix = "Find out first why the adapter differs"
+                    fix = "First find out why the adapter differs"
                 run.add("audit-not-proven", field=merged.name, message=message, fix=fix)
         return AuditEnd(run.title, run.findings, has_compared_result=True, has_compared_merged=is_merged)
 

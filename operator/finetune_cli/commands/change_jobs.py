@@ -78,8 +78,8 @@ def submit(
     report = validate_files([(file, text)], _profile_text(cluster, text, file))
     if report.exit_code is not ExitCode.DONE:
         return report, []
-    found = [item.content for document in read_documents(text, file) for item in objects_of(document)]
-    jobs = [content for content in found if isinstance(content, dict) and content.get("kind") == JOB_KIND]
+    objects = [item.content for document in read_documents(text, file) for item in objects_of(document)]
+    jobs = [content for content in objects if isinstance(content, dict) and content.get("kind") == JOB_KIND]
     if not jobs:
         raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
     if is_watched and len(jobs) > 1:
@@ -104,11 +104,11 @@ def _profile_text(cluster: Cluster, text: str, file: str) -> str | None:
     if len(names) != 1 or any(verdict.kind == PROFILE_KIND for verdict in verdicts):
         return None
     name = names.pop()
-    found = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
+    profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
     # A profile of another release cannot be read here, so the jobs are judged without it.
-    if found is None or isinstance(found, Unseen) or isinstance(read_profile(found.get("spec")), str):
+    if profile is None or isinstance(profile, Unseen) or isinstance(read_profile(profile.get("spec")), str):
         return None
-    return profile_manifest(name, found["spec"])
+    return profile_manifest(name, profile["spec"])
 
 
 def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Change:
@@ -125,16 +125,16 @@ def _create(cluster: Cluster, document: dict[str, Any], namespace: str) -> Chang
 
 def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterError:
     title = f"{cluster.namespace}/{name}"
-    found = unless_refused(lambda: cluster.job(name))
-    if isinstance(found, Unseen):
+    existing = unless_refused(lambda: cluster.job(name))
+    if isinstance(existing, Unseen):
         return ClusterError(f"{title}: exists already; give the manifest another name", status=409)
     try:
-        is_same = parse_job({**found.document, "status": None}).spec == parse_job(document).spec
+        is_same = parse_job({**existing.document, "status": None}).spec == parse_job(document).spec
     except ValidationError:
         is_same = False
     fix = "give the manifest another name: a job that has started stays as it is"
-    said = f"the same spec; `{found.command('status')}` shows it" if is_same else f"another spec; {fix}"
-    return ClusterError(f"{title}: exists already ({found.phase}), with {said}", status=409)
+    difference = f"the same spec; `{existing.command('status')}` shows it" if is_same else f"another spec; {fix}"
+    return ClusterError(f"{title}: exists already ({existing.phase}), with {difference}", status=409)
 
 
 def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
@@ -185,7 +185,7 @@ def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
                 raise
             continue
         return Change(patched, f"is tried again (spec.run.retry: {number})")
-    raise ClusterError(f"{cluster.namespace}/{name}: others change it all the time; try again")
+    raise ClusterError(f"{cluster.namespace}/{name}: other clients keep changing it; try again")
 
 
 def fork(
@@ -232,15 +232,15 @@ def _step_of(job: SeenJob, start: str) -> int:
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
     if newest is None:
         raise LocalError(
-            f"--from {NEWEST}: the status of {job.title} names no checkpoint; `{job.command('status', '--checkpoints')}`"
+            f"--from {NEWEST}: the status of {job.title} names no checkpoint; see `{job.command('status', '--checkpoints')}`"
         )
     return newest
 
 
 def _names(cluster: Cluster) -> list[str]:
     """List the names of the jobs; empty if they may not be listed: the API server then refuses a name that is taken."""
-    found = unless_refused(lambda: [job.name for job in cluster.jobs()])
-    return [] if isinstance(found, Unseen) else found
+    names = unless_refused(lambda: [job.name for job in cluster.jobs()])
+    return [] if isinstance(names, Unseen) else names
 
 
 def _check_living(job: SeenJob, what: str) -> None:

@@ -89,14 +89,14 @@ def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
 
 def _prices(cluster: Cluster, notes: list[str]) -> dict[str, float | None]:
     """Return the price of one GPU for an hour, by the name of each profile with GPUs. Add a note on each unreadable profile."""
-    found: dict[str, float | None] = {}
+    prices: dict[str, float | None] = {}
     for document in cluster.list(API_VERSION, PROFILE_PLURAL, ""):
         name, spec = documents.text(document, "metadata", "name"), read_profile(documents.value(document, "spec"))
         if isinstance(spec, str):
             notes.append(f"jobs of the profile {name} are left out, because this release cannot read it: {spec}")
         elif spec.gpu is not None:
-            found[name] = documents.decimal(spec.gpu.price_per_hour or "")
-    return found
+            prices[name] = documents.decimal(spec.gpu.price_per_hour or "")
+    return prices
 
 
 def bill_text(bill: Bill) -> str:

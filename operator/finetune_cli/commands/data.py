@@ -113,7 +113,7 @@ class FirstRecords:
         if told and not is_any_here:
             _, use, words = told[0]
             raise LocalError(f"{words}; say where it is with --claims DIR or --claim {use.name}=PATH")
-        return [f"{name}: {words}, so it is not looked at" for name, _, words in told]
+        return [f"{name}: {words}, so it is not checked" for name, _, words in told]
 
     def _judged(self, verdict: DocumentVerdict, plan: RunPlan) -> DocumentVerdict:
         directories = local_claims(plan, self.claims, self.claim_paths)
@@ -131,8 +131,8 @@ class FirstRecords:
 
 def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -> dict[str, Path]:
     """Return the directories of those claims of a plan that are on this machine."""
-    found = claim_directories(claims_of(plan), claims, claim_paths)
-    return {name: place for name, place in found.items() if place.is_dir()}
+    directories = claim_directories(claims_of(plan), claims, claim_paths)
+    return {name: place for name, place in directories.items() if place.is_dir()}
 
 
 def _of_model_files(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
@@ -154,7 +154,7 @@ def _of_model_files(verdict: DocumentVerdict, plan: RunPlan, directories: Mappin
 
 
 def _plan_here(job: FineTuneJob) -> RunPlan:
-    """Return the plan of a local run of this job: an earlier such run may have put the sources where this plan expects them."""
+    """Return the plan of a local run of this job, which names the places where an earlier local run has put the sources."""
     return resolve(JobIdentity(namespace=job.metadata.namespace, name=job.metadata.name, uid=LOCAL_UID), job.spec, profile=None)
 
 

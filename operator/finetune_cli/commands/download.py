@@ -41,7 +41,7 @@ class Downloaded:
     def text(self) -> str:
         """Return the answer as text."""
         files = f"{self.files} file{'' if self.files == 1 else 's'}"
-        return f"{self.directory}: {files}, as {LIST_NAME} names them; {self.bytes / 1e6:.1f} MB were sent\n"
+        return f"{self.directory}: {files}, checked against {LIST_NAME}; {self.bytes / 1e6:.1f} MB were sent\n"
 
     def document(self) -> dict[str, Any]:
         """Return the answer as data."""
@@ -77,7 +77,7 @@ def bring(source: ResultsPod, directory: Path, listener: Listener) -> Downloaded
     text = listing.get("sums")
     if not isinstance(text, str):
         raise ClusterError(
-            f"there is no {LIST_NAME}, so the results are not complete; wait for the job: it is written last", ExitCode.REFUSED
+            f"there is no {LIST_NAME}, which is written last, so the results are not complete; wait for the job", ExitCode.REFUSED
         )
     digests = parse_list(text)
     sizes = {name: size for name, size in documents.part(listing, "sizes").items() if isinstance(size, int)}
@@ -113,7 +113,7 @@ def parse_list(text: str) -> dict[str, str]:
         name = match["name"] if match is not None else ""
         path = PurePosixPath(name)
         if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
-            raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; something else has written it")
+            raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; another program has written it")
         digests[name] = match["sha256"]
     # Different names may be the same path, such as a//b and ./a/b, so paths are counted instead of names.
     written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, digests)])
@@ -121,7 +121,7 @@ def parse_list(text: str) -> dict[str, str]:
     for name in digests:
         path = PurePosixPath(name)
         if path in parts or written[path] > 1:
-            raise ClusterError(f"{LIST_NAME}: {plain(name, 120)!r} takes another file's place; something else has written it")
+            raise ClusterError(f"{LIST_NAME}: {plain(name, 120)!r} would replace another file; another program has written it")
     return digests
 
 
@@ -146,14 +146,14 @@ def _bring_file(source: ResultsPod, name: str, sha256: str, directory: Path, lis
                     sent += len(chunk)
         except ClusterError as error:
             breaks = 0 if sent > before else breaks + 1
-            # An error with a status, such as a missing permission, is not a broken connection, and would come again.
+            # An error with a status, such as a missing permission, is not a broken connection, and would occur again.
             if error.status is not None or breaks >= MOST_BREAKS:
                 raise
             continue
         if digest.hexdigest() != sha256:
             partial.unlink()
             raise ClusterError(
-                f"{name}: the bytes that came are not those of {LIST_NAME}; call again to read the file from its start"
+                f"{name}: the received bytes do not match {LIST_NAME}; run the command again to read the file from its start"
             )
         partial.replace(target)
         return sent

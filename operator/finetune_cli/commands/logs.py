@@ -107,7 +107,7 @@ def _followed_lines(
 def _of_workspace(cluster: Cluster, job: SeenJob, request: LogRequest) -> Iterator[str]:
     """Yield logs from the workspace, which keeps only those of training; logs of other stages are deleted with their pods."""
     stage = request.stage or Role.TRAIN
-    attempts = [each.number for each in job.attempts_of(stage) if not request.failed or each.outcome is AttemptOutcome.FAILED]
+    attempts = [past.number for past in job.attempts_of(stage) if not request.failed or past.outcome is AttemptOutcome.FAILED]
     if not attempts:
         raise ClusterError(
             f"{job.title}: there is no {'failed ' if request.failed else ''}attempt of {stage} whose log could be read"

@@ -41,7 +41,7 @@ def check_order(order: MergeOrder) -> None:
     inputs = [("--base", order.base, "config.json"), *adapters]
     for option, directory, file in inputs:
         if not (directory / file).is_file():
-            raise LocalError(f"{option} {directory}: is not a directory with {file}; give what save_pretrained has written")
+            raise LocalError(f"{option} {directory}: is not a directory with {file}; give one that save_pretrained wrote")
     if order.prompts is not None and not order.prompts.is_file():
         raise LocalError(f"--prompts {order.prompts}: is not a file; give a text file with a prompt on each line")
     if order.prompts is not None and not order.verify:
@@ -103,7 +103,7 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
     if isinstance(figures, Mapping):
         rows += verification_rows(figures)
     elif end.exit_code is ExitCode.DONE and not order.verify:
-        rows.append(("verification", "none was asked for"))
+        rows.append(("verification", "not requested"))
     if "verification_page" in report:
         rows.append(("report", str(report["verification_page"])))
     if report.get("left_out"):

@@ -39,7 +39,7 @@ def rehearse_job(manifest: str, options: Options, seconds: float) -> ExitCode:
     check_given(named, options.claim_paths)
     # A rehearsal needs neither records nor results, so without a fetch only the claim of the model is needed.
     needed = named if plan.fetch is not None else [use for use in named if use.name == plan.model.location.claim]
-    with locked(place) as lock, Interruption(stopping="the rehearsal is given up") as interruption:
+    with locked(place) as lock, Interruption(stopping="the rehearsal is stopped") as interruption:
         link_claims(needed, claim_directories(needed, options.claims, options.claim_paths), place.claims)
         if plan.fetch is not None:
             place.record.unlink(missing_ok=True)
@@ -109,8 +109,8 @@ def rehearsal_text(job: str, report: Mapping[str, Any]) -> str:
     """Return the verdict, and what was changed for the rehearsal."""
     verdicts = {
         "Passed": "passed: every stage succeeded on a scaled-down model",
-        "Failed": "failed: the job would go wrong",
-        "NotDone": "could not be tried to the end",
+        "Failed": "failed: the job would fail",
+        "NotDone": "could not be completed",
     }
     verdict = verdicts.get(report["verdict"], report["verdict"])
     cost = f"{report['seconds']:.1f} s, {report['peak_memory_bytes'] / 2**20:.0f} MiB, {report['parameters']} parameters"

@@ -70,7 +70,7 @@ def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) 
         raise LocalError(f"--name {name}: {existing.title} exists, and was not made to run {job.name} again; give another name")
     if nodes not in (None, existing.num_nodes):
         raise LocalError(
-            f"--nodes {nodes}: {existing.title} runs {job.name} again on {existing.num_nodes}; give --name for another one"
+            f"--nodes {nodes}: {existing.title} runs {job.name} again on {existing.num_nodes} nodes; give a new --name"
         )
     return existing
 
@@ -81,8 +81,8 @@ def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Cha
     report, made = submit(cluster, document_text(document), f"reproduction of {job.name}", None)
     if not made:
         raise LocalError(report_text(report).rstrip(), report.exit_code)
-    said = f"created: it runs the spec of {job.name} again; `{job.command('reproduce', '--wait')}` compares the results"
-    return Change(made[0].job, said)
+    message = f"created: it runs the spec of {job.name} again; `{job.command('reproduce', '--wait')}` compares the results"
+    return Change(made[0].job, message)
 
 
 def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, report: Callable[[str], None]) -> SeenJob:

@@ -60,7 +60,7 @@ def words_of(path: str) -> Mapping[str, str]:
 
 
 def answer_to(path: str, word: str) -> Mapping[str, str] | None:
-    """Return the answer to a word for something that we do not offer: `write`, `why` and sometimes `reason`."""
+    """Return what to answer to a word for something that we do not offer: `write`, `why` and sometimes `reason`."""
     rows_of_field = (row for row in table()["word"] if row["field"] == path)
     return next((row for row in rows_of_field if letters(word) in map(letters, row["words"].split())), None)
 
@@ -68,7 +68,7 @@ def answer_to(path: str, word: str) -> Mapping[str, str] | None:
 def answer(name: str, value: Any, spec: Spec) -> Proposal | None:
     """Translate a setting; None if no other tool is known to have it. spec: the whole spec as written.
 
-    The edits are those besides the removal of the setting itself.
+    The edits do not include the removal of the setting itself.
     """
     row = rows().get(letters(name))
     if row is None:

@@ -25,7 +25,7 @@ _MOST_CORRECTED = 256
 """Maximum number of fields corrected in one document: more than a person gets wrong by mistake."""
 _LEAST_CORRECTED = 16
 _CHARACTERS = 1_000_000
-"""Bounds all changes together: the change of a list's entry holds the whole list, so a large document gets fewer corrections."""
+"""Maximum size of all changes: each change of a list's entry holds the whole list, so large documents get fewer corrections."""
 
 
 def read(model: type[M], content: Any) -> M:
@@ -155,7 +155,7 @@ class _Repair:
 
 
 def _left(model: type[BaseModel], draft: Any, repairs: Collection[_Repair]) -> Iterator[tuple[WrongField, _Repair]]:
-    """Yield the fields that are wrong in the draft, each with the repair that writes it; first the fields that we have."""
+    """Yield the fields that are wrong in the draft, each with the repair that writes it; unknown fields last."""
     for wrong in sorted(wrong_fields(model, draft).values(), key=lambda wrong: wrong.kind == "extra_forbidden"):
         repair = max(repairs, key=lambda repair: repair.covers(wrong.place), default=None)
         if repair is not None and repair.covers(wrong.place):

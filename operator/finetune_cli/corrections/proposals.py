@@ -80,7 +80,7 @@ def _form(wrong: WrongField) -> str:
     if pattern in _FORMS:
         return _FORMS[pattern]
     if "Gi" in pattern:
-        return "is not a size as this field takes it"
+        return "is not a size in the form that this field takes"
     if wrong.place[-1] == "revision":
         return (
             "is not a commit: branches and tags move, so a revision has the 40 digits of a commit, which the repository's page "
@@ -222,18 +222,18 @@ def _other_name(wrong: WrongField, model: str, free: list[str]) -> Iterator[Prop
 
 
 def _setting_of_another_tool(wrong: WrongField) -> Iterator[Proposal]:
-    found = answer(wrong.key, wrong.value, wrong.content["spec"])
-    if found is None:
+    proposal = answer(wrong.key, wrong.value, wrong.content["spec"])
+    if proposal is None:
         return
-    taken = [(place, value) for place, value in found.edits if value_at(wrong.content, place) is not None]
+    taken = [(place, value) for place, value in proposal.edits if value_at(wrong.content, place) is not None]
     removal = (wrong.place, None)
     if not taken:
-        yield replace(found, edits=(removal, *found.edits))
-    elif found.is_certain and all(is_alike(value_at(wrong.content, place), value) for place, value in found.edits):
+        yield replace(proposal, edits=(removal, *proposal.edits))
+    elif proposal.is_certain and all(is_alike(value_at(wrong.content, place), value) for place, value in proposal.edits):
         place, value = taken[0]
         yield Proposal(f"remove it: {path_text(place)}: {yaml_text(value)} is written already", (removal,), is_certain=True)
     else:
-        yield Proposal(f"remove it, or {found.fix}: {path_text(taken[0][0])} is written already", (removal,))
+        yield Proposal(f"remove it, or {proposal.fix}: {path_text(taken[0][0])} is written already", (removal,))
 
 
 # A value of another type

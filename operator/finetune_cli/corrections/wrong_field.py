@@ -31,7 +31,7 @@ class Proposal:
     edits: tuple[tuple[Place, Any], ...] = ()
     """Places and their new values; None removes a value. Without edits, the fix is for a person."""
     is_certain: bool = False
-    """Whether the field can mean nothing else, in which case a program may make the edits without asking."""
+    """Whether no other meaning is possible; a program may then make the edits without asking."""
     message: str = ""
     """The reason for the refusal; empty: the schema's own words are good enough."""
 

@@ -37,7 +37,7 @@ class Diagnosis:
     """The failure class or reason about which `explain` says more."""
     evidence: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
-    """Advice, the surest first."""
+    """Advice, the most promising first."""
     commands: tuple[str, ...] = ()
     """Commands for a shell."""
     patch: Patch | None = None
@@ -118,12 +118,12 @@ def _failed(job: SeenJob) -> Diagnosis:
     )
 
 
-_STAYS_FAILED = "A job that has failed stays failed: make a new one of it."
+_STAYS_FAILED = "A failed job does not run again: make a new job from it."
 
 
 def _new_job(job: SeenJob, patch: Patch | None) -> str:
     changes = "".join(f" --set {shlex.quote(each)}" for each in assignments(patch or {}, ""))
-    # The manifest names no namespace, and that of the context may differ.
+    # The printed manifest names no namespace, and the context's namespace may differ.
     return f"{job.command('fork')}{changes} | {shlex.join(['finetune', 'submit', '-', *job.flags])}"
 
 
@@ -200,7 +200,7 @@ def _under_way(job: SeenJob, now: datetime) -> Diagnosis:
 
 def last_failure(job: SeenJob) -> Attempt | None:
     """Return the attempt that failed last."""
-    return next((each for each in reversed(job.status.attempts) if each.outcome is AttemptOutcome.FAILED), None)
+    return next((attempt for attempt in reversed(job.status.attempts) if attempt.outcome is AttemptOutcome.FAILED), None)
 
 
 def _attempt_evidence(attempt: Attempt) -> Iterable[str]:

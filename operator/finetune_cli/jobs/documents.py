@@ -35,12 +35,12 @@ def number(content: object, *keys: str) -> int | None:
 def elements(content: object, *keys: str) -> list[Mapping[str, Any]]:
     """Return the objects of the list at these keys."""
     item = value(content, *keys)
-    return [one for one in item if isinstance(one, Mapping)] if isinstance(item, list) else []
+    return [element for element in item if isinstance(element, Mapping)] if isinstance(item, list) else []
 
 
 def texts(content: object, *keys: str) -> dict[str, str]:
     """Return the strings of the object at these keys, such as labels."""
-    return {str(key): one for key, one in part(content, *keys).items() if isinstance(one, str)}
+    return {str(key): element for key, element in part(content, *keys).items() if isinstance(element, str)}
 
 
 def moment(written: str) -> datetime | None:

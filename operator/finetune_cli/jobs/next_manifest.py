@@ -92,9 +92,9 @@ def parse_change(text: str) -> FieldChange:
     path = path if path.split(".")[0] in ("spec", "metadata") else f"spec.{path}"
     if not sign:
         raise LocalError(f"--set {text}: is not PATH=VALUE, as in training.maxSteps=20")
-    field = next((each for each in all_fields() if each.kind == JOB_KIND and each.path == path), None)
+    field = next((known for known in all_fields() if known.kind == JOB_KIND and known.path == path), None)
     # The API does not list the keys of maps, such as the entries of rankPattern or the labels.
-    maps = ["metadata.labels", *(each.path for each in all_fields() if each.kind == JOB_KIND and each.takes_any_key)]
+    maps = ["metadata.labels", *(known.path for known in all_fields() if known.kind == JOB_KIND and known.takes_any_key)]
     if field is None and not any(path.startswith(f"{prefix}.") for prefix in maps):
         raise LocalError(f"--set {text}: a FineTuneJob has no field {path}; `finetune explain {path}` names similar fields")
     if not value or (field is not None and field.is_text):

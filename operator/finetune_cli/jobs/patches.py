@@ -22,10 +22,10 @@ Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
 """The largest values that the API accepts."""
 _SLOWER = 0.5
-"""A learning rate that diverged is multiplied by this, or reduced even more."""
+"""Factor for a learning rate that diverged; the rate may be reduced even more."""
 _WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
-"""Tokens; with a shorter sequence, few records would be left."""
+"""Smallest maxSequenceLength that is proposed, in tokens: with a smaller one, few records would be left."""
 
 
 def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:

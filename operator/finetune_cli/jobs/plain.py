@@ -18,4 +18,4 @@ def harmless(line: str) -> str:
     """Return a line with unprintable characters, except tabs, replaced by Python's escapes."""
     if line.isprintable():
         return line
-    return "".join(one if one.isprintable() or one == "\t" else one.encode("unicode_escape").decode() for one in line)
+    return "".join(sign if sign.isprintable() or sign == "\t" else sign.encode("unicode_escape").decode() for sign in line)

@@ -18,7 +18,7 @@ def read_profile(spec: object) -> FineTuneProfileSpec | str:
         return FineTuneProfileSpec.model_validate(spec)
     except ValidationError as error:
         problems = error.errors(include_url=False)[:_MOST_PROBLEMS]
-        return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'spec'}: {one['msg']}" for one in problems)
+        return "; ".join(f"{'.'.join(map(str, problem['loc'])) or 'spec'}: {problem['msg']}" for problem in problems)
 
 
 def profile_manifest(name: str, spec: object) -> str:

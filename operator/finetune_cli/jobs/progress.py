@@ -109,7 +109,7 @@ def seconds_between(start: str, end: str, now: datetime) -> float | None:
 def device_seconds(job: SeenJob, now: datetime) -> float:
     """Return the device seconds of the training pods: those that the status has counted, and an estimate for the time since.
 
-    The estimate begins when all pods had a node. Earlier releases of the operator counted nothing.
+    The estimate begins when all pods have a node. Earlier releases of the operator counted nothing.
     """
     counted, trained = job.status.gpu_seconds, find_condition(job.status.conditions, ConditionType.TRAINED)
     is_running = trained is not None and trained.reason == Reason.RUNNING

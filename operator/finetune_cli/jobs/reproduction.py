@@ -49,7 +49,7 @@ def reproduction_of(job: SeenJob, name: str, nodes: int | None, folder: str) -> 
     changes = [
         FieldChange(field="spec.output.destination", value=destination),
         FieldChange(field="spec.output.secretRef", value=None),
-        # Nobody reads its report, and its sample answers would take as long as those of the first job.
+        # The new job needs no sample answers: nobody reads its report, and they take time.
         FieldChange(field="spec.output.sampleAnswers", value=0),
         *_node_changes(job, nodes),
     ]
@@ -113,7 +113,7 @@ def read_results(job: SeenJob, printed: Iterable[Mapping[str, Any]]) -> Results:
         if path not in texts:
             continue
         if known.get(name, sha256 := hashlib.sha256(texts[path].encode()).hexdigest()) != sha256:
-            raise _unusable(job, f"{path} is {sha256}, and its status names {known[name]}: somebody has changed it")
+            raise _unusable(job, f"{path} has the SHA-256 {sha256}, but its status names {known[name]}: somebody has changed it")
         manifest = _loaded(texts[path])
         # Training writes a mapping of files, the merge a list.
         listed = [
@@ -192,6 +192,6 @@ def results_differ(first: Results, second: Results, note: str) -> list[Finding]:
         if different:
             more = len(different) - _MOST_NAMED
             shown = ", ".join(different[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-            message = f"{len(different)} of {len(names)} files are not what the plan gives: {shown}{note}"
+            message = f"{len(different)} of {len(names)} files differ from those of the first run: {shown}{note}"
             findings.append(audit_finding("audit-result-differs", field=name, message=message))
     return findings

@@ -218,8 +218,8 @@ class SeenPod(SeenObject):
 def seen_pod(document: Mapping[str, Any]) -> SeenPod:
     """Return a pod whose status may hold anything."""
     containers = []
-    for each in documents.elements(document, "status", "containerStatuses"):
-        states = documents.part(each, "state")
+    for container in documents.elements(document, "status", "containerStatuses"):
+        states = documents.part(container, "state")
         state = next(iter(states), "")
         reason, message = (documents.text(states, state, key) for key in ("reason", "message"))
         containers.append(SeenContainer(state, reason, message, documents.number(states, state, "exitCode")))

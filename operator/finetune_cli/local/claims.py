@@ -75,7 +75,7 @@ def claim_directories(uses: Sequence[ClaimUse], root: Path, given: Mapping[str, 
 
 def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path) -> None:
     """Make `view` hold a link for each claim, and nothing else. Raises OSError, or LocalError if an input does not exist; the old
-    links then stay, because `--fresh` finds by them what to remove.
+    links then stay, because `--fresh` needs them to find what to remove.
     """
     for use in uses:
         place = places[use.name]

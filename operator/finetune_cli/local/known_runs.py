@@ -73,7 +73,7 @@ def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
     """Find a job that is running. Raises LocalError."""
     run = named_runs(claims, name, namespace)[0]  # a rehearsal of the same job is sorted behind it
     if run.holder is None:
-        raise LocalError(f"{run.title}: nothing of it is running", ExitCode.FAILED)
+        raise LocalError(f"{run.title}: is not running", ExitCode.FAILED)
     return run
 
 
@@ -86,7 +86,7 @@ def stop(run: KnownRun, seconds: float) -> None:
     while (holder := holder_of(run.place)) is not None:
         if time.monotonic() > deadline:
             raise LocalError(
-                f"{run.title}: process {holder.pid} is still running after {seconds:.0f} s. Wait for its step and its save, or "
+                f"{run.title}: process {holder.pid} is still running after {seconds:.0f} s. Wait until its state is saved, or "
                 "run `finetune stop` again to kill it at once",
                 ExitCode.FAILED,
             )
@@ -94,7 +94,7 @@ def stop(run: KnownRun, seconds: float) -> None:
 
 
 def attach(run: KnownRun, audience: RunListener) -> None:
-    """Report the progress of a run on which another command works, until no command does."""
+    """Report the progress of a run for as long as another command works on it."""
     last: tuple[Role, int] | None = None
     heard: RoleOutput | None = None
     now: KnownRun | None = run

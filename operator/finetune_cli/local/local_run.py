@@ -57,7 +57,7 @@ class NextStep:
 
     record: RunRecord
     again_after_seconds: float | None = None
-    """Pause before the same role is retried; None: it is not."""
+    """Pause before the same role is retried; None: it is not retried."""
     exit_code: ExitCode | None = None
     """Exit code, if the run ends here."""
 

@@ -63,8 +63,8 @@ def look(
     results of another job. checks_places: check this as well, and that workspace and results can be written.
     """
     held_out = [] if plan.data.validation is None else [plan.data.validation]
-    datasets = [*(("train", each) for each in plan.data.train), *(("validation", each) for each in held_out)]
-    here = [(split, each) for split, each in datasets if each.location.claim in directories]
+    datasets = [*(("train", dataset) for dataset in plan.data.train), *(("validation", dataset) for dataset in held_out)]
+    here = [(split, dataset) for split, dataset in datasets if dataset.location.claim in directories]
     with tempfile.TemporaryDirectory() as root:
         for claim, directory in directories.items():
             Path(root, claim).symlink_to(directory.absolute(), target_is_directory=True)
@@ -82,13 +82,13 @@ def look(
         order = {
             "claims_root": root,
             "settings": plan.data.model_dump(mode="json", exclude={"train", "validation", "packing"}),
-            "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in here],
+            "sources": [{"split": split, **dataset.model_dump(mode="json")} for split, dataset in here],
             "model": str(model) if model.is_dir() else None,
             "added_tokens": [token.model_dump() for token in plan.model.added_tokens],
             "model_files": model_files if checks_model and is_model_here else None,
             "limit": limit,
             "shown": shown,
-            "only_existing": not must_exist or any(each.location in to_fetch for _, each in here),
+            "only_existing": not must_exist or any(dataset.location in to_fetch for _, dataset in here),
             "places": _places(plan, Path(root), directories, writes=checks_places) if checks_places or checks_results else None,
         }
         answer = _answer(order)

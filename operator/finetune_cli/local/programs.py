@@ -98,13 +98,13 @@ def merge_directories(
             return MergeEnd(ExitCode.DONE, report, "")
         end = errors.seek(0, os.SEEK_END)
         errors.seek(max(end - _TAIL_BYTES, 0))
-        said = errors.read().decode(errors="replace").strip()
+        message = errors.read().decode(errors="replace").strip()
         if interruption.requested:
-            return MergeEnd(ExitCode.INTERRUPTED, report, said)
+            return MergeEnd(ExitCode.INTERRUPTED, report, message)
         if code == _WRONG_ARGUMENTS:
-            return MergeEnd(ExitCode.UNUSABLE, report, said)
+            return MergeEnd(ExitCode.UNUSABLE, report, message)
         is_refused = CLASS_OF_EXIT_CODE.get(code) in USER_FAILURES
-        return MergeEnd(ExitCode.REFUSED if is_refused else ExitCode.FAILED, report, said)
+        return MergeEnd(ExitCode.REFUSED if is_refused else ExitCode.FAILED, report, message)
 
 
 def json_lines(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:

@@ -43,10 +43,10 @@ class Interval:
 
 
 def kept_intervals(steps: Sequence[int]) -> list[Interval]:
-    """Return the intervals between checkpoints, in order, and before them the first steps, unless those are the longest."""
-    found = [Interval(start, end) for start, end in pairwise(steps)]
-    longest = max((each.end - each.start for each in found), default=0)
-    return [Interval(0, steps[0]), *found] if steps and 0 < steps[0] <= longest else found
+    """Return the intervals between checkpoints, in order, and before them the first steps unless these are longer than each."""
+    intervals = [Interval(start, end) for start, end in pairwise(steps)]
+    longest = max((interval.end - interval.start for interval in intervals), default=0)
+    return [Interval(0, steps[0]), *intervals] if steps and 0 < steps[0] <= longest else intervals
 
 
 def draw(intervals: Sequence[Interval], count: int, seed: int) -> list[Interval]:
@@ -85,7 +85,7 @@ def check_ranks(plan: RunPlan, ranks: int | None) -> None:
 
 def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -> dict[str, Path]:
     """Return the directory of each claim of a run. `given`: directories of claims that have moved since. Raises LocalError."""
-    found = {}
+    directories = {}
     for use in claims_of(plan):
         place = given[use.name].absolute() if use.name in given else (run.claims / use.name).resolve()
         if not place.is_dir():
@@ -93,8 +93,8 @@ def claims_of_run(run: RunDirectory, plan: RunPlan, given: Mapping[str, Path]) -
                 f"{use.field}: claim {use.name} was the directory {place}, which is not there any more; restore it, or say where "
                 f"it is with --claim {use.name}=PATH"
             )
-        found[use.name] = place
-    return found
+        directories[use.name] = place
+    return directories
 
 
 def _link_or_copy(source: str, target: str) -> None:
@@ -167,5 +167,5 @@ class Replay:
             raise LocalError("interrupted; nothing was changed", code)
         if code is not ExitCode.DONE:
             last = local_run.last
-            said = "" if last is None else f"{last.role} failed: {last.message}{f'; {last.hint}' if last.hint else ''}"
-            raise LocalError(f"{self.plan.job.namespace}/{self.plan.job.name}: could not be run again. {said}", ExitCode.FAILED)
+            reason = "" if last is None else f"{last.role} failed: {last.message}{f'; {last.hint}' if last.hint else ''}"
+            raise LocalError(f"{self.plan.job.namespace}/{self.plan.job.name}: could not be run again. {reason}", ExitCode.FAILED)

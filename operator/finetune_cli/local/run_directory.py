@@ -1,6 +1,6 @@
 """The directory of a job's local runs: plan, record, links to claims, termination messages and output of the roles.
 
-The record is what one command leaves for the next. It is kept next to its plan, and replaced as a whole.
+The record passes the state of one command to the next. It is kept next to its plan, and replaced as a whole.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
         figures=figures,
         has_failed_verification=record.stage is Role.MERGE and figures.get("passed") is False,
         workspace=workspace.root,
-        restarts=sum(one.counted + one.uncounted for one in record.restarts.values()),
+        restarts=sum(role.counted + role.uncounted for role in record.restarts.values()),
         seconds=sum(record.seconds.values()),
     )
 
@@ -89,7 +89,7 @@ def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
     """Return the numbers with a name, from the lines that have one."""
     values = (line.get(name) for line in history)
     # A whole number in JSON may be too large for a float; such numbers are left out.
-    return [float(one) for one in values if isinstance(one, int | float) and abs(one) < sys.float_info.max]
+    return [float(number) for number in values if isinstance(number, int | float) and abs(number) < sys.float_info.max]
 
 
 def _existing(path: Path) -> Path | None:

@@ -39,7 +39,7 @@ def _job(job: JobEstimate) -> str:
         lines.append(f"  {'limit':20} {format_bytes(limit.bytes):>11}  {limit.source}")
         lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
     if verdict.choices:
-        lines += ["", "  Left open by the manifest, and chosen by this:", choices_text(verdict.choices)]
+        lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
     if verdict.alternative is not None:
         lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
         lines += [f"    {changes_text([change])}" for change in verdict.alternative.changes]
@@ -67,14 +67,14 @@ def _time(job: JobEstimate) -> list[str]:
         f"  {calibration.memory:.0%} of its memory's peak, and full rows:",
         "",
         *(f"  {term.name:20} {term.seconds:>9.3f} s  {term.detail}" for term in pace.terms),
-        f"  {'a step':20} {pace.step_seconds:>9.3f} s  {pace.tokens:,} tokens; what decides is {pace.bound}",
+        f"  {'a step':20} {pace.step_seconds:>9.3f} s  {pace.tokens:,} tokens; limited by {pace.bound}",
         f"  {'tokens per second':20} {pace.tokens_per_second:>11,.0f}"
         + (f"  {pace.tokens_per_second_per_device:,.0f} on each of {ranks}" if ranks > 1 else ""),
     ]
     if job.run_seconds is None:
         lines.append(f"  {'the run':20} {'not known':>11}  give --tokens, the tokens of one pass (finetune data counts them)")
     else:
-        cost = "no price is known: gpu.pricePerHour of the profile" if job.cost is None else f"costs {job.cost:,.2f}"
+        cost = "no price is known: set gpu.pricePerHour of the profile" if job.cost is None else f"costs {job.cost:,.2f}"
         hours = f"{job.run_seconds / 3600:,.2f} h"
         lines.append(f"  {'the run':20} {hours:>11}  {job.device_hours:,.2f} device hours; {cost}")
     return lines

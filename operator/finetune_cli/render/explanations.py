@@ -43,7 +43,7 @@ def _rows(meaning: Explained) -> tuple[str, str, list[tuple[str, str]]]:
             short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(meaning)))
             gates = [*(["API server"] if conditions_of(meaning) else []), "finetune validate", "operator"]
             gates += [f"preflight ({meaning.in_preflight})"] if meaning.in_preflight else []
-            by_hand = "decide by hand; finetune validate --fix leaves it"
+            by_hand = "decide by hand; finetune validate --fix does not change it"
             fix = by_hand if meaning.needs_human else "finetune validate --fix -f FILE"
             return (
                 meaning.id,

@@ -40,7 +40,7 @@ def status_text(
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
     lines += _progress_lines(job, now, losses)
     lines += [labelled("reason", plain(diagnosis.reason, _MOST))] if diagnosis.reason else []
-    lines += [labelled("next", plain(one, _MOST)) for one in diagnosis.advice[:3]]
+    lines += [labelled("next", plain(advice, _MOST)) for advice in diagnosis.advice[:3]]
     lines += command_lines(diagnosis)
     text = "\n".join(lines) + "\n"
     stages = [

@@ -60,7 +60,7 @@ class View:
         prefix: str = "",
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
-        """columns: columns of the bar; empty: there is no bar. prefix: begins the lines that say what is still being done."""
+        """columns: columns of the bar; empty: there is no bar. prefix: start of the lines that say what is still being done."""
         self._console = console
         # Checked once, because the bar has to be ended even if the terminal is gone by then.
         self._draws = console.is_terminal and bool(columns)
@@ -124,14 +124,14 @@ class LiveView(View):
             self._bars.remove_task(self._task)
             self._task = None
         self._signs.doing("")
-        said = f": {report.message}" if report.message else ""
+        details = f": {report.message}" if report.message else ""
         is_interrupted = report.failure is FailureClass.PREEMPTED
         kind = f" ({report.failure})" if report.failure and not is_interrupted else ""
         endings = {Outcome.SUCCEEDED: "succeeded", Outcome.REFUSED: "refused the job", Outcome.FAILED: "failed"}
         ending = "interrupted" if is_interrupted else endings[report.outcome]
         if report.role == Role.PREFLIGHT and "rehearsal" in report.facts:
-            said += f"; rehearsal: {report.facts['rehearsal']}"
-        self._print(f"{self._job}: {report.role} {ending}{kind} after {seconds:.1f} s{said}")
+            details += f"; rehearsal: {report.facts['rehearsal']}"
+        self._print(f"{self._job}: {report.role} {ending}{kind} after {seconds:.1f} s{details}")
         for finding in report.findings:
             self._print(finding_text(finding))
         # Findings carry their own fixes; the hint repeats the first.

@@ -78,7 +78,7 @@ def test_the_oldest_version_is_that_of_the_chart() -> None:
         ({"operators": [OperatorDeployment("system", "ours", 0)]}, "operator", "system/ours"),
         ({"profile": None}, "profile", "no FineTuneProfile default"),
         ({"profile": PROFILE.model_copy(update={"allowed_namespaces": ["research-*"]})}, "profile", "jobs in team"),
-        ({"profile": BY_LABEL, "namespace_labels": {"gpu": "no"}}, "profile", "labels are not those of namespaceSelector"),
+        ({"profile": BY_LABEL, "namespace_labels": {"gpu": "no"}}, "profile", "labels do not match namespaceSelector"),
         ({"may_create_jobs": False}, "permission", "may not create"),
         ({"storage_classes": [StorageClass("fast", False)]}, "storage-class", "no default"),
         ({"profile": PROFILE.model_copy(update={"storage_class_name": "gone"})}, "storage-class", "gone"),

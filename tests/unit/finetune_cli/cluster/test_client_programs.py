@@ -123,7 +123,7 @@ def test_a_connection_that_breaks_off_is_no_end(client: ClusterClient, frames: l
 
 def test_a_program_that_says_nothing_is_not_waited_for(client: ClusterClient) -> None:
     FRAMES[:] = [(1, b"half"), (STALL, b"")]
-    with pytest.raises(RequestError, match=r"the program in the pod pod says nothing for 0.2 s"):
+    with pytest.raises(RequestError, match=r"the program in the pod pod has printed nothing for 0.2 s"):
         printed(client, 0.2)
 
 

@@ -193,7 +193,7 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     code, document = reproduced(own, lambda workspace: None)
     (finding,) = document["findings"]
     assert (code, finding["rule"], finding["field"]) == (1, "audit-result-differs", "merged")
-    assert f"is not what comes out again: {tensor.name} differs from" in finding["message"]
+    assert f"differs from the recomputed result: {tensor.name} differs from" in finding["message"]
     shutil.rmtree(output.merged)
     code, document = reproduced(own, lambda workspace: None)
     assert (code, document["findings"][0]["rule"], document["comparedMerged"]) == (0, "audit-not-proven", False)

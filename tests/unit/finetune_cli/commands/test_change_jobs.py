@@ -61,7 +61,7 @@ def test_somebody_who_changes_the_job_at_the_same_time_is_waited_for() -> None:
     assert retry(cluster, "stalled", None).said == "is tried again (spec.run.retry: 1)"
     assert len(cluster.sent) == 3
     assert cluster.sent[0]["metadata"]["resourceVersion"] == "7"
-    with pytest.raises(ClusterError, match="others change it all the time"):
+    with pytest.raises(ClusterError, match="other clients keep changing it"):
         retry(ChangedCluster(objects.STALLED, *[CONFLICT] * MOST_CONFLICTS), "stalled", None)
     with pytest.raises(ClusterError, match="you may not"):
         retry(ChangedCluster(objects.STALLED, DENIED), "stalled", None)

@@ -277,7 +277,7 @@ def test_a_job_whose_claims_are_elsewhere_hides_no_other(claims):
     assert "FineTuneJob other: accepted" in result.stdout
     assert "error: data-record-invalid" in result.stdout
     for field, claim in (("spec.model.source", "far"), ("spec.data.source", "sets")):
-        said = f"other: {field}: claim {claim} is the directory {claims}/{claim}, which does not exist, so it is not looked at"
+        said = f"other: {field}: claim {claim} is the directory {claims}/{claim}, which does not exist, so it is not checked"
         assert said in " ".join(result.stderr.split())
     # If nothing is there of any job, the place is wrong.
     result = CliRunner().invoke(app, ["validate", "-", "--claims", "/nosuch"], input=text)
@@ -290,9 +290,7 @@ def test_validate_names_the_claims_that_it_did_not_look_at(claims):
     (claims / "models").rename(claims.parent / "models")
     done = finetune(claims, *VALIDATE)
     assert done.returncode == 0
-    said = (
-        f"tuned: spec.model.source: claim models is the directory {claims}/models, which does not exist, so it is not looked at"
-    )
+    said = f"tuned: spec.model.source: claim models is the directory {claims}/models, which does not exist, so it is not checked"
     assert said in " ".join(done.stderr.split())
 
 
@@ -318,8 +316,8 @@ def test_experts_that_are_not_packed_are_known_by_the_configuration_alone(claims
     assert [finding.severity for finding in told] == (["warning"] if is_told else [])
     if is_told:
         assert told[0].message == (
-            "only 2.9% of the base are packed to 4 bits: linear layers are, and the experts are 64 stacked parameters, first "
-            "model.layers.0.mlp.experts.gate_up_proj; their 96.6% stay in bfloat16"
+            "only 2.9% of the base is packed to 4 bits: only linear layers are, and the experts are 64 stacked parameters, "
+            "such as model.layers.0.mlp.experts.gate_up_proj; their 96.6% stay in bfloat16"
         )
 
 

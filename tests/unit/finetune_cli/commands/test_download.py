@@ -94,7 +94,7 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path, place: str) 
 
 def test_wrong_bytes_never_get_a_result_s_name(tmp_path: Path) -> None:
     text = sums({"x": b"right"})
-    with pytest.raises(ClusterError, match="x: the bytes that came are not those of SHA256SUMS"):
+    with pytest.raises(ClusterError, match="x: the received bytes do not match SHA256SUMS"):
         bring(Results({"x": b"wrong"}, text=text), tmp_path, SILENT)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "x").write_bytes(b"an older one")
@@ -115,7 +115,7 @@ def test_a_list_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name:
 
 @pytest.mark.parametrize("names", table(__file__, "test_a_name_under_which_something_else_is_kept_is_refused"))
 def test_a_name_under_which_something_else_is_kept_is_refused(names: list[str]) -> None:
-    with pytest.raises(ClusterError, match="takes another file's place"):
+    with pytest.raises(ClusterError, match="would replace another file"):
         parse_list("".join(f"{'0' * 64}  {name}\n" for name in names))
 
 

@@ -197,7 +197,7 @@ def test_results_that_somebody_has_changed_or_that_are_gone_are_told(run: Run, s
     manifest = server.workspace / "succeeded/merged/manifest.json"
     manifest.write_text(manifest.read_text().replace("m2", "m0"))
     done = run("reproduce succeeded")
-    assert (done.exit_code, "merged/manifest.json is " in done.stderr) == (3, True)
+    assert (done.exit_code, "merged/manifest.json has the SHA-256 " in done.stderr) == (3, True)
     assert "its status names" in done.stderr
     assert f"{JOBS}/{AGAIN}" not in server.objects, "nothing is trained that cannot be compared"
     for kind in FILES:

@@ -149,7 +149,7 @@ def test_a_place_that_cannot_be_written_to_is_told_and_no_refusal(
     (tmp_path / "job.yaml").write_text(ACCEPTED)
     done = CliRunner().invoke(app, ["run", "job.yaml", *options])
     assert (done.exit_code, done.stdout) == (3, "")
-    assert done.stderr == f"{tmp_path}/{said} check the path, your permissions and the room on the disk\n"
+    assert done.stderr == f"{tmp_path}/{said} check the path, your permissions and the free disk space\n"
 
 
 def test_a_reader_that_has_gone_ends_a_command_without_a_word() -> None:

@@ -45,7 +45,7 @@ def test_every_failure_class_has_a_reason_an_advice_and_a_patch_that_is_accepted
     assert f"it was {failure}" in found.reason
     assert len(found.reason) > len(f"train failed: it was {failure}. ") + 10, "the class's meaning is told"
     assert found.word == failure
-    assert found.advice[-1].startswith("A job that has failed stays failed")
+    assert found.advice[-1].startswith("A failed job does not run again")
     assert len(found.advice) > 1
     # The command is run as a shell would, up to what goes to the cluster.
     (command,) = found.commands
@@ -203,7 +203,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (with_conditions(objects.condition("Ready", "False", "OperatorError", "403")), "quotes the server. 403", "platform team"),
         (PLAN_LOST, "is gone or holds other content. gone.", "finetune retry waiting -n team"),
         (ended("Cancelled"), "spec.run.cancel is true", "finetune fork waiting -n team | finetune submit - -n team"),
-        (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A job that has failed stays failed"),
+        (ended("ActiveDeadlineExceeded", "6 h"), "The job was active for longer", "A failed job does not run again"),
     ],
 )
 def test_each_state_has_its_reason_and_its_advice(document: Document, reason: str, advice: str) -> None:

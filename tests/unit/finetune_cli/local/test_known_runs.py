@@ -96,7 +96,7 @@ def test_another_command_follows_it_to_its_end(claims: Path, command: subprocess
 @pytest.mark.parametrize("verb", ["stop", "attach"])
 def test_what_does_not_run_is_said(claims: Path, verb: str) -> None:
     code, said = finetune(verb, PLAN.job.name, "-n", PLAN.job.namespace, claims=claims)
-    assert (code, said) == (3, f"{PLAN.job.namespace}/{PLAN.job.name}: nothing of it is running\n")
+    assert (code, said) == (3, f"{PLAN.job.namespace}/{PLAN.job.name}: is not running\n")
     code, said = finetune(verb, "unknown", claims=claims)
     assert code == 2
     assert "default/unknown: no such run below" in said
@@ -155,5 +155,5 @@ def test_a_rehearsal_of_the_same_job_is_not_meant(claims: Path) -> None:
     rehearsal = run_directory_of(claims, PLAN.job, purpose="rehearsal")
     rehearsal.root.mkdir()
     write_record(rehearsal.record, freeze(rehearsal, PLAN))
-    with pytest.raises(LocalError, match="nothing of it is running"):
+    with pytest.raises(LocalError, match="is not running"):
         find_run(claims, PLAN.job.name, PLAN.job.namespace)
