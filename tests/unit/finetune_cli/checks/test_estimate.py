@@ -71,7 +71,7 @@ def test_an_unknown_device_is_refused_with_the_known_ones_unless_its_memory_is_g
     result = RUNNER.invoke(app, [*options, "--gpu-memory", "24Gi"])
     assert result.exit_code == 0, result.output
     assert "limit                   24.0 GiB  --gpu-memory" in result.output
-    assert "no peaks of 'foo' are known" in result.output
+    assert "no peak rates of 'foo' are known" in result.output
 
 
 @pytest.mark.parametrize("name", ["h100", "H100", "nvidia-h100-80gb-hbm3"])
@@ -141,7 +141,7 @@ def test_time_and_cost_of_a_run_follow_from_device_and_price(tmp_path: Path, con
     assert told.pace_problem.startswith("the job computes in float32")
     assert "device hours; costs " in text
     assert (
-        "Time: not calculated, because no peaks of 'P4' are known"
+        "Time: not calculated, because no peak rates of 'P4' are known"
         in RUNNER.invoke(app, [*options, "--gpu", "P4", "--gpu-memory", "8Gi"]).output
     )
 
