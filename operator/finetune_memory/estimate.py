@@ -57,7 +57,7 @@ class Estimate:
 
     @property
     def host_total(self) -> int:
-        """Bytes that one rank needs."""
+        """Bytes of the pod's memory that one rank needs."""
         return sum(term.bytes for term in self.host_terms)
 
     @property

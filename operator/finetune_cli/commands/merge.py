@@ -112,8 +112,8 @@ def merge_text(end: MergeEnd, order: MergeOrder) -> str:
         )
     if "seconds" in report and "bytes_written" in report:
         rows.append(("written", f"{report['bytes_written'] / 1e9:.2f} GB in {report['seconds']:.1f} s"))
-    said = [*end.said.splitlines(), *(f"warning: {text}" for text in report.get("warnings", ()))]
-    message = [*(f"  {line}" for line in said), ""] if said else []
+    remarks = [*end.said.splitlines(), *(f"warning: {text}" for text in report.get("warnings", ()))]
+    message = [*(f"  {line}" for line in remarks), ""] if remarks else []
     return "\n".join(["", _HEADS[end.exit_code], *message, *row_lines(rows), ""])
 
 
