@@ -196,7 +196,7 @@ PLAN_LOST = with_conditions(objects.condition("Stalled", "True", "PlanLost", "go
         (waits("Unschedulable", "0/3 nodes"), "No node has room", "the job wants 2 pods"),
         (waits("ImagePullFailed", "no such tag"), "no such tag", "Check the image of the profile"),
         (waits("MountFailed", "no Secret"), "no Secret", "Create the volume, Secret"),
-        (waits("CreateRefused", "exceeded quota"), "exceeded quota", "Have the policy"),
+        (waits("CreateRefused", "exceeded quota"), "exceeded quota", "Change the policy"),
         (waits("WaitingInLine"), "maxActiveJobs", "when an earlier one of this namespace"),
         (waits("BlockedOnNode"), "on a node that does not answer", "Look at the node"),
         (waits("WaitingForSource"), "does not answer", "can be reached from the cluster"),
