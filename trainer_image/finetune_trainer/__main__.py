@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: run one role, with a job's plan and these arguments."""
+"""`python -m finetune_trainer {fetch,preflight,train,merge,publish}`: run one role of a job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 def parser() -> argparse.ArgumentParser:
     """Build the parser of the arguments of all roles."""
     top = argparse.ArgumentParser(prog="python -m finetune_trainer", description=__doc__)
-    top.add_argument("--parent", type=int, help="process with which this one ends")
+    top.add_argument("--parent", type=int, help="id of a process; when it ends, so does this one")
     roles = top.add_subparsers(dest="role", required=True)
     for role in Role:
         arguments = roles.add_parser(role.value)
@@ -34,10 +34,10 @@ def parser() -> argparse.ArgumentParser:
             arguments.add_argument("--node-rank", type=int, default=0)
             arguments.add_argument("--master-address", default="127.0.0.1")
             arguments.add_argument("--master-port", type=int, default=RENDEZVOUS_PORT)
-            arguments.add_argument("--ranks", type=int, help="processes of this node alone; unset: as the plan says")
-            arguments.add_argument("--nodes", type=int, help="nodes of this attempt of an elastic gang; unset: as the plan says")
-            arguments.add_argument("--restarts", type=int, default=0, help="how often ranks that fail are started again here")
-            arguments.add_argument("--observe-port", type=int, default=OBSERVE_PORT, help="0: any free port, see observe.json")
+            arguments.add_argument("--ranks", type=int, help="number of processes on this node; unset: as the plan says")
+            arguments.add_argument("--nodes", type=int, help="nodes of an elastic gang in this attempt; unset: as the plan says")
+            arguments.add_argument("--restarts", type=int, default=0, help="how often failed ranks are restarted on this node")
+            arguments.add_argument("--observe-port", type=int, default=OBSERVE_PORT, help="0: any free port (see observe.json)")
     return top
 
 

@@ -45,9 +45,9 @@ class AddedTokens(BaseModel):
     @model_validator(mode="after")
     def _one_id_each(self) -> Self:
         if len({*self.ids}) != len(self.tokens) or len(self.ids) != len(self.tokens):
-            raise ValueError("each token has one id")
+            raise ValueError("each token must have an id of its own")
         if min(self.ids, default=0) < 0 or max(self.ids, default=0) >= self.num_rows:
-            raise ValueError("ids are numbers of rows")
+            raise ValueError("each id must be the number of a row")
         return self
 
     @property
@@ -57,11 +57,11 @@ class AddedTokens(BaseModel):
 
 
 class BaseOrder(BaseModel):
-    """The facts that are needed to make a base model with added tokens."""
+    """The inputs for making a base model with added tokens."""
 
     base: Path
     root: Path
-    """Directory below which links of the base must lead."""
+    """Directory that must contain the targets of the base's links."""
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     saved_whole: tuple[str, ...] | None
@@ -72,22 +72,20 @@ class BaseOrder(BaseModel):
 
     @classmethod
     def of(cls, plan: RunPlan, **places: Any) -> Self:
-        """Make an order from the plan, and from the other fields in `places`."""
+        """Make an order from the plan; `places` are its other fields."""
         model, method = plan.model, plan.method
         settings = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
         return cls(**settings, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
 
 
 def read_added_tokens(path: Path) -> AddedTokens | None:
-    """Read the record; None if it does not exist. Raises ModelError if it is not what preflight writes; OSError."""
+    """Read the record; None if it does not exist. Raises ModelError if it is malformed, and OSError."""
     try:
         return AddedTokens.model_validate_json(read_own(path, MOST_RECORD_BYTES))
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise ModelError(
-            f"{path}: is not what preflight writes about {FIELD} ({error.error_count()} problems)", _NOT_OURS
-        ) from error
+        raise ModelError(f"{path}: is not preflight's record of {FIELD} ({error.error_count()} problems)", _NOT_OURS) from error
 
 
 def remove_made(record: Path, target: Path) -> None:
@@ -113,14 +111,14 @@ def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int],
         "added-token-known",
         field=FIELD,
         value=known[0],
-        message=f"the tokenizer has {known[0]!r} already, as {ids[known[0]]} ({len(known)} such tokens)",
+        message=f"the tokenizer already has {known[0]!r}, with id {ids[known[0]]} ({len(known)} such tokens)",
         fix="remove it from addedTokens; its row is trained if trainableTokenIndices names it",
         changes={FIELD: remaining or None},
     )
 
 
 def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
-    """Id of a known token, or None. The text is also encoded: vocabularies of bytes spell spaces and non-ASCII differently."""
+    """Id of a known token, or None. The text is also encoded: byte-level vocabularies spell spaces and non-ASCII differently."""
     if content in vocabulary:
         return vocabulary[content]
     ids = tokenizer(content, add_special_tokens=False)["input_ids"]
@@ -133,6 +131,6 @@ def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
     Raises ModelError if the record is not about the plan's tokens.
     """
     if added.tokens != plan.model.added_tokens:
-        raise ModelError(f"{FIELD}: what preflight has written down is of other tokens", _NOT_OURS)
+        raise ModelError(f"{FIELD}: preflight's record is about other tokens", _NOT_OURS)
     rows = AddedRows(added.ids, added.embedding, added.head, has_separate_head=added.separate_head is not None)
     return plan.model_copy(update={"method": with_added_rows_trained(plan.method, rows)})

@@ -1,6 +1,6 @@
 """Names the files that belong to a model besides its weights: settings, vocabularies, chat templates, licences and its own code.
 
-The export of a full fine-tuning and a merge give them to the new model. Fetching takes files of the same kinds.
+The export of a fully fine-tuned model and the merge copy them to the new model. Fetching takes files of the same kinds.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _OWN_RESULTS = frozenset({
 })  # fmt: skip
 """Results of this product that a base holds if it is a release itself. The new model has its own."""
 _STALE = re.compile(
-    # The configuration and the indices of weights, which are written with the new weights, and adapters.
+    # The configuration and the weight index, which are written with the new weights, and an adapter's configuration.
     r"config\.json|.*\.index\.json|adapter_config\.json"
-    # The state and the figures of a training.
+    # State and metrics of a training run.
     r"|trainer_state\.json|(all|train|eval|predict)_results\.json"
-    # How weights were packed, which those of the new model are not.
+    # How the base's weights were quantized; the new model's are not.
     r"|(hf_)?quant(ize|ization)?_config\.json"
     r"|readme.*",
     re.IGNORECASE,
 )
-"""Names of files that would be wrong, or about a different model, among the new weights."""
+"""Names of files that would be wrong next to the new weights."""
 
 
 def companion_files(model: Path) -> list[Path]:

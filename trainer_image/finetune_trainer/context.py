@@ -28,9 +28,9 @@ class RunContext:
     claims_root: Path
     attempt: int
     links_lead_to: Path | None = None
-    """Directory below which links of the base model must lead; None: the mount of its claim, or the cache that contains it."""
+    """Directory that must contain the targets of the base model's links; None: its claim's mount, or the cache that holds it."""
     until_step: int | None = None
-    """Optimizer step after which training stops, with its state saved but no result; None: it runs to its end."""
+    """Optimizer step after which training stops, with its state saved but no result; None: training runs to its end."""
 
     def path(self, location: ClaimPath) -> Path:
         """Path of a location on a mounted claim."""
@@ -56,12 +56,12 @@ class RunContext:
 
     @property
     def base_model_root(self) -> Path:
-        """Directory below which links of the base model must lead."""
+        """Directory that must contain the targets of the base model's links."""
         claim = self.plan.workspace.claim if self.plan.model.added_tokens else self.plan.model.location.claim
         return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
 
     def with_trained_rows(self) -> RunContext:
-        """This context; if the job adds tokens, with a plan that trains their rows.
+        """This context. If the job adds tokens, its plan also trains their rows.
 
         Raises ModelError if preflight's record of these tokens is missing or malformed; OSError.
         """
@@ -72,7 +72,7 @@ class RunContext:
         if added is None:
             # Without the ids of added tokens, the job would silently train none of their rows.
             hint = "start a new job, and let nothing else write to its workspace"
-            raise ModelError(f"{path}: is gone, which says what ids the tokens of {FIELD} have", hint)
+            raise ModelError(f"{path}: is missing; it records the ids of the tokens in {FIELD}", hint)
         return replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
@@ -92,7 +92,7 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
     digest = hashlib.sha256(encoded).hexdigest()
     if digest != sha256:
         raise PlanMismatchError(
-            f"--plan {path}: sha256 is {digest}, announced was {sha256}", "the plan was changed after the start; start a new job"
+            f"--plan {path}: sha256 is {digest}, but {sha256} was announced", "the plan changed after the start; start a new job"
         )
     try:
         return RunPlan.model_validate_json(encoded)
@@ -112,7 +112,7 @@ def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_until_step(arguments: argparse.ArgumentParser) -> None:
-    """Add the argument that programs that train have in addition."""
+    """Add the argument that only training programs have."""
     arguments.add_argument("--until-step", type=int, help="end after this optimizer step, with the state saved and no result")
 
 

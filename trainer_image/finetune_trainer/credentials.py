@@ -1,6 +1,6 @@
 """Reads credentials, in a pod only from the files that the kubelet mounts.
 
-On a user's own machine, where that directory does not exist, credentials come from where each service's tools keep them. A value
+On a user's own machine, which has no such mount, credentials come from where each service's tools keep them. A value
 is read when it is needed, lives no longer than the client that uses it, and never appears in a repr.
 """
 
@@ -26,7 +26,7 @@ DOCKER_HUB = "docker.io"
 _DOCKER_HUB_HOSTS = frozenset({DOCKER_HUB, "index.docker.io", "registry-1.docker.io"})
 _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 """Key under which Docker stores the login of Docker Hub."""
-_TOKEN_USER = "<token>"  # noqa: S105 - the user name that says that the password is an identity token
+_TOKEN_USER = "<token>"  # noqa: S105 - with this user name, the password is an identity token
 _HELPER_SECONDS = 60.0
 """Longest time that a credential helper may take. It may ask the user."""
 _LOGINS_HINT = (
@@ -115,11 +115,11 @@ class Credentials:
             raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             message = f"{path}: a credential helper failed ({type(error).__name__})"
-            raise DestinationRefusedError(message, "see that the helper named there works, or log in without it") from None
+            raise DestinationRefusedError(message, "check that the helper named there works, or log in without it") from None
 
 
 def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """Ask a credential helper, as Docker does: that of the registry, or that for all registries. None: there is no login.
+    """Ask the registry's credential helper, or else the helper for all registries, as Docker does. None: there is no login.
 
     Raises ValueError, TypeError, AttributeError, KeyError for malformed documents; OSError, TimeoutExpired.
     """

@@ -118,7 +118,7 @@ _BROKEN_DEVICE = re.compile(
     re.IGNORECASE,
 )
 """Messages of the driver about a device that is broken, lost, or kept busy by another process."""
-BROKEN_DEVICE_HINT = "cordon the node and have its device tested, as with dcgmi diag"
+BROKEN_DEVICE_HINT = "cordon the node and test its device, for example with dcgmi diag"
 
 
 def classify(error: BaseException) -> tuple[FailureClass, str]:

@@ -1,12 +1,12 @@
-"""Writes files durably, so that a name has either its old content or all of the new; and reads untrusted files.
+"""Writes files durably, so that each has either its old content or all of the new, and reads untrusted files.
 
 Anyone who can write to a claim can put links or pipes there. Which of three rules applies depends on whose file it is:
 * files that this product wrote itself are never links (`read_own`, `open_beneath`);
-* links of a model or an adapter may lead only to places below its `link_root` (`links_outside`, `open_within`);
+* links of a model or an adapter may lead only to files below its `link_root` (`links_outside`, `open_within`);
 * all other files are opened without waiting and must be plain files (`open_regular`).
 
-Checking a name before opening it would not help, since it could change in between. So opening itself fails. This module also has
-the names of licence files.
+A check before opening would not help, since the path could change in between. So opening itself fails. This module also names
+licence files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOKENIZER_PATTERNS = (
 """Patterns of the names of a model's files that determine how text becomes tokens."""
 CODE_SUFFIX = ".py"
 OTHER_LAYOUT = "consolidated"
-"""Prefix of files with a second copy of the weights, in the layout of the author's own software, in some repositories."""
+"""Prefix of a second copy of the weights, which some repositories hold in the layout of their author's own software."""
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
 """Largest size of a manifest, journal or report. The longest are histories, with some 300 bytes for each training step."""
@@ -187,7 +187,7 @@ def open_within(path: Path, root: Path) -> BufferedReader:
 
 
 def inside(path: Path, root: Path) -> PurePosixPath:
-    """Where `path` leads to, relative to `root`, once all links of both are followed. Raises OutsideError if it is not below."""
+    """The target of `path` relative to `root`, with all links of both followed. Raises OutsideError if it is outside `root`."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
     target = PurePosixPath(real)
     if not target.is_relative_to(real_root):
@@ -205,10 +205,10 @@ def append_to_own(path: Path) -> int:
 
 
 def link_root(directory: Path, claim: Path | None = None) -> Path:
-    """Directory below which the links of a model or an adapter must lead: the mount of its claim.
+    """Directory that must contain the targets of a model's or an adapter's links: the mount of its claim.
 
-    For a directory that is on no claim, it is the directory itself. For a snapshot in a Hugging Face cache, whose files link to
-    blobs next to the snapshots, it is the model's repository in the cache.
+    If `directory` is on no claim, it is `directory` itself. For a snapshot in a Hugging Face cache, whose files link to blobs
+    next to the snapshots, it is the model's repository in the cache.
     """
     real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
     snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
@@ -272,8 +272,8 @@ def sha256_beneath(root: Path, name: str) -> str:
 def _sha256(file: BufferedReader) -> str:
     """SHA-256 of the bytes of an open file, in hexadecimal.
 
-    `hashlib.file_digest` would be slow: after each block, in 0.2 ms, it waits up to 5 ms for Python's lock if another thread
-    imports.
+    `hashlib.file_digest` would be slow while another thread imports: after each block, which takes 0.2 ms, it would wait up to
+    5 ms for the GIL.
     """
     if hasattr(os, "posix_fadvise"):  # lets the disk read further ahead: 2.2 GB in 1.9 s instead of 3.4
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -285,7 +285,7 @@ def _sha256(file: BufferedReader) -> str:
 
 
 class FileDigests:
-    """Computes SHA-256 of files in a few threads, which leave Python's lock to the caller."""
+    """Computes SHA-256 of files in a few threads, which release the GIL while they hash."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(HASHING_THREADS)

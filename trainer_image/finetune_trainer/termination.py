@@ -1,4 +1,4 @@
-"""Ends every role and every rank: with a report on the workspace, an envelope for the kubelet, and an exit code."""
+"""Ends every role and every rank with a report on the workspace, an envelope for the kubelet, and an exit code."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run_role(
 
 
 def _keep_whole(report: TerminationReport, context: RunContext, role: str, node_rank: int) -> TerminationReport:
-    """Write the whole report to the workspace. Returns it with its path, which is empty if writing failed."""
+    """Write the whole report to the workspace. Returns the report with its path, which is empty if writing failed."""
     path = context.workspace.reports(role, context.attempt) / f"node-{node_rank}.json"
     relative = path.relative_to(context.claims_root / context.plan.workspace.claim)
     report = report.model_copy(update={"report_path": str(relative)})

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 ENVIRONMENT = {
     # Without a workspace of fixed size, cuBLAS chooses other kernels when streams share a workspace.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    # Otherwise NCCL would measure the links to choose a ring or tree and its pieces; and switches add up in their own order.
+    # Otherwise NCCL would measure links to choose ring or tree and chunk sizes, and switches would add up in their own order.
     "NCCL_ALGO": "Ring",
     "NCCL_PROTO": "Simple",
     "NCCL_MIN_NCHANNELS": "4",

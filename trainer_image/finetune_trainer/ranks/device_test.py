@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 SIZE = {"cuda": 8192, "cpu": 256}
 """Rows and columns of a product: large enough to reach the device's peak speed, at which an L4 takes 9 milliseconds."""
 BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
-"""Maximum number of bytes that are tested; fewer are if little memory is free."""
+"""Maximum number of bytes that are tested; fewer if little memory is free."""
 ROUNDS = 5
 PATTERNS = (0x55, 0xAA)
 """Two bytes in which every bit is once 0 and once 1."""
@@ -56,20 +56,18 @@ def check_device(gang: Gang) -> DeviceFigures:
         # Free the tested memory for training, and do not count it in peaks.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gang.device)
-    return replace(figures, slowest_share=_slowest_share(gang.gather(figures.flops, float), says=gang.is_first))
+    return replace(figures, slowest_share=_slowest_share(gang.gather(figures.flops, float), logs=gang.is_first))
 
 
-def _slowest_share(flops: Sequence[float], *, says: bool) -> float:
-    """Speed of the slowest rank divided by the median; if `says`, log a slow one. flops: by rank.
+def _slowest_share(flops: Sequence[float], *, logs: bool) -> float:
+    """Speed of the slowest rank divided by the median. flops: by rank. logs: whether to log a slow rank.
 
-    In a training step, all ranks wait for the slowest inside collectives, so it would not be noticed there.
+    In a training step, all ranks wait for the slowest one inside collectives, so it would not be noticed there.
     """
     share = min(flops) / statistics.median(flops)
-    if says and share < SLOW_SHARE:
+    if logs and share < SLOW_SHARE:
         rank = min(range(len(flops)), key=flops.__getitem__)
-        log.warning(
-            "the device of rank %d reaches %.0f %% of the median rank's products: all others wait for it", rank, 100 * share
-        )
+        log.warning("the device of rank %d reaches %.0f %% of the median rank's speed: all others wait for it", rank, 100 * share)
     return share
 
 

@@ -19,7 +19,7 @@ CAP_BYTES = 8 << 20
 
 
 class CappedFile:
-    """A log file of which the newest bytes are kept, once or twice `cap_bytes`."""
+    """A log file that keeps its newest bytes, at most twice `cap_bytes`."""
 
     def __init__(self, path: Path, cap_bytes: int = CAP_BYTES) -> None:
         self._path, self._cap_bytes = path, cap_bytes

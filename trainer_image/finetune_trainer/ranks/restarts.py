@@ -1,7 +1,7 @@
 """Restarts of a gang of one pod by its supervisor: when one is allowed, what is kept of the failed run, and their record.
 
 The supervisor started the ranks and saw all of them end, so no other process can write for the same attempt, and it need not ask
-the operator. The operator gets the record with the progress of the next ranks, or with the pod's report.
+the operator. The operator gets the record with the progress of the restarted ranks, or with the pod's report.
 """
 
 from __future__ import annotations

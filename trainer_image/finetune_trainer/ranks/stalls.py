@@ -179,7 +179,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
             if last_record
             else "it never gave a sign"
         )
-        others = f" (as do ranks {', '.join(map(str, silent_ranks[1:]))})" if silent_ranks[1:] else ""
+        others = f" (nor do ranks {', '.join(map(str, silent_ranks[1:]))})" if silent_ranks[1:] else ""
         return Stall(
             rank=first,
             node_rank=last_record.node_rank if last_record else None,

@@ -303,7 +303,7 @@ def flight_recorder() -> bytes:
     distributed: Any = sys.modules.get("torch.distributed")
     if library is None or distributed is None or not distributed.is_initialized():
         return b""
-    # The library's form that can be read safely; the other form is a pickle.
+    # The JSON form can be read safely; the other form is a pickle.
     name = "_dump_nccl_trace_json" if "nccl" in str(distributed.get_backend_config()) else "_dump_fr_trace_json"
     dump: Callable[[], bytes] | None = getattr(library, name, None)
     return dump() if dump else b""

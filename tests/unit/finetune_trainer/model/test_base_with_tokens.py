@@ -114,7 +114,7 @@ def test_what_stands_in_its_place_is_replaced_and_no_link_is_followed(tmp_path: 
     content = work.record.read_bytes()
     if record == "a record":
         work.record.write_text('{"ids": "many"}')
-        with pytest.raises(ModelError, match=r"is not what preflight writes about spec\.model\.addedTokens"):
+        with pytest.raises(ModelError, match=r"is not preflight's record of spec\.model\.addedTokens"):
             read_added_tokens(work.record)
     else:
         work.record.unlink()
@@ -259,7 +259,7 @@ def test_a_token_that_the_vocabulary_writes_otherwise_is_known(tmp_path: Path, c
         known = known_token(tokens, base.vocabulary(), tokenizer)
         assert (known is None) is (number is None)
         if known is not None:
-            assert known.message == f"the tokenizer has {content!r} already, as {number} (1 such tokens)"
+            assert known.message == f"the tokenizer already has {content!r}, with id {number} (1 such tokens)"
             assert known.changes[0].value == [{"content": "<step>"}]
 
 

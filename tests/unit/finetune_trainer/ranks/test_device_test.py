@@ -54,7 +54,7 @@ def test_one_wrong_value_of_a_product_is_a_fault(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch, "mm", partial(_one_more, torch.mm))
     with pytest.raises(DeviceFaultError, match="the processor: 1 of 256 rows of a matrix product are wrong") as told:
         device_test.check_device(ALONE)
-    assert classify(told.value) == (FailureClass.DEVICE_FAULT, "cordon the node and have its device tested, as with dcgmi diag")
+    assert classify(told.value) == (FailureClass.DEVICE_FAULT, "cordon the node and test its device, for example with dcgmi diag")
 
 
 def test_one_wrong_byte_of_memory_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,9 @@ def test_every_part_is_asked(monkeypatch: pytest.MonkeyPatch, part: str) -> None
 def test_a_slow_device_is_told_from_those_that_wait_for_it(
     flops: list[float], share: float, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert device_test._slowest_share(flops, says=False) == pytest.approx(share)
+    assert device_test._slowest_share(flops, logs=False) == pytest.approx(share)
     assert not caplog.records
-    assert device_test._slowest_share(flops, says=True) == pytest.approx(share)
+    assert device_test._slowest_share(flops, logs=True) == pytest.approx(share)
     assert (said in caplog.text, len(caplog.records)) == (True, int(bool(said)))
 
 

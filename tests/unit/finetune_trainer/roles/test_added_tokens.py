@@ -225,7 +225,7 @@ def test_nothing_is_trained_without_the_ids_of_added_tokens(tmp_path: Path) -> N
     context = job(tmp_path, tied=False)
     record = context.workspace.added_tokens
     record.unlink()
-    with pytest.raises(ModelError, match=r"is gone, which says what ids the tokens of spec\.model\.addedTokens have"):
+    with pytest.raises(ModelError, match=r"is missing; it records the ids of the tokens in spec\.model\.addedTokens"):
         context.with_trained_rows()
     log = tmp_path / "log"
     assert main(["train", *arguments_of(context), "--termination-log", str(log)]) == EXIT_CODES[FailureClass.USER_MODEL]
