@@ -21,8 +21,8 @@ from finetune_trainer.ranks.gang import Gang
 
 log = logging.getLogger(__name__)
 _HINT = (
-    "repair the storage or restore the directory; to give up what was trained, remove it and history.jsonl, accounts.jsonl and "
-    "reports next to it, then start again"
+    "repair the storage or restore the directory; or discard the training: remove the directory, and history.jsonl, "
+    "accounts.jsonl and reports next to it, then start again"
 )
 FAILURES_IN_A_ROW = 2
 """Number of failed saves in a row that end the run. A single periodic save may fail, since there may be room for the next."""
@@ -72,23 +72,23 @@ class Checkpoints:
             self._check_never_completed()
             return None
         directory, manifest = self._newest
-        self._tell_lost_steps(manifest.step)
+        self._warn_of_lost_steps(manifest.step)
         load(directory, manifest, self._pieces, self._optimizer)
         self._best_step = manifest.best_step
         return manifest
 
-    def _tell_lost_steps(self, step: int) -> None:
-        """Warn if steps after that of the resumed checkpoint were once saved. This never prevents resuming."""
+    def _warn_of_lost_steps(self, step: int) -> None:
+        """Warn if later steps than the resumed checkpoint's were once saved. This never prevents resuming."""
         if not self._gang.is_first:
             return
         try:
             evidence = self._lost_progress(step)
         except OSError as error:
-            log.warning("it is not known whether later steps than %d were saved: %s", step, error)
+            log.warning("it is unknown whether steps after %d were saved: %s", step, error)
             return
         if evidence is not None:
             log.warning(
-                "%s says that the checkpoint of step %d was complete, and it is not there or damaged: the steps after %d are "
+                "%s says that the checkpoint of step %d was complete, but it is missing or damaged: the steps after %d are "
                 "trained again",
                 evidence.path.name,
                 evidence.step,
@@ -114,8 +114,8 @@ class Checkpoints:
         evidence = self._gang.from_first(self._lost_progress(0) if self._gang.is_first else None, Evidence | None)
         if evidence is not None:
             raise CheckpointError(
-                f"{self._root}: {evidence.path.name} says that the checkpoint of step {evidence.step} was complete, and no "
-                "checkpoint is there",
+                f"{self._root}: {evidence.path.name} says that the checkpoint of step {evidence.step} was complete, but "
+                "there is no checkpoint",
                 _HINT,
             )
 
@@ -153,7 +153,7 @@ class Checkpoints:
             self._under_way = begin_save(
                 self._root,
                 step=step,
-                found=self._written,
+                ranges=self._written,
                 optimizer=self._optimizer,
                 gang=self._gang,
                 origin=self.origin,
@@ -190,20 +190,20 @@ class Checkpoints:
         manifest, problems = verified_manifest(directory, self._gang, self.origin)
         if manifest is None:
             raise CheckpointError(
-                f"{directory}: the best checkpoint is not what was written: {'; '.join(problems)}",
+                f"{directory}: the best checkpoint cannot be used: {'; '.join(problems)}",
                 "the newest checkpoint is unharmed; start a job without loadBestModelAtEnd, or restore the directory",
             )
         return directory, manifest
 
     def _complete(self, *, is_last: bool) -> None:
-        writing, self._under_way = self._under_way, None
-        if writing is None:
+        pending, self._under_way = self._under_way, None
+        if pending is None:
             return
         if self._plan.asynchronous:
-            # Reuse the memory, which is pinned if it is copied from a device, for all saves.
-            self._reused = writing.taken
+            # All saves reuse this memory, which is pinned if the copy is from a device.
+            self._reused = pending.snapshot
         try:
-            self._newest = commit_save(self._root, writing, self._gang, self._plan.keep)
+            self._newest = commit_save(self._root, pending, self._gang, self._plan.keep)
         except SaveError as error:
             self._failed(error, is_last=is_last)
             return

@@ -1,8 +1,6 @@
 """Compares the bytes of two checkpoints, trained results or merged models, and describes the first difference.
 
-It needs no torch.
-
-With another number of ranks, ranges of a parameter are in other files, so values are compared instead of files.
+The files that hold a parameter depend on the number of ranks, so values are compared instead of files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ def results_difference(expected: Path, found: Path, names: Sequence[str]) -> str
             if difference is not None:
                 return difference
         if sha256_beneath(expected, name) != sha256_beneath(found, name):
-            return f"{name} has other bytes"
+            return f"{name} has different bytes"
     return None
 
 
@@ -88,15 +86,15 @@ def _first_tensor(expected: _Tensors, found: _Tensors) -> str | None:
     for name, ours in expected.items():
         theirs = found.get(name)
         if theirs is None:
-            return f"{name} is not there"
+            return f"{name} is missing"
         forms = [(parts[0].header.dtype, parts[-1].stop) for parts in (ours, theirs)]
         if forms[0] != forms[1]:
-            return f"{name} has {forms[1][1]} values of {forms[1][0]}, expected are {forms[0][1]} of {forms[0][0]}"
+            return f"{name} has {forms[1][1]} values of {forms[1][0]}, not {forms[0][1]} of {forms[0][0]}"
         index = _first_element(_values(ours), _values(theirs))
         if index is not None:
             return f"{name} differs from value {index // DTYPE_BYTES[forms[0][0]]} on"
     extra = [name for name in found if name not in expected]
-    return f"{extra[0]} is there besides" if extra else None
+    return f"{extra[0]} is unexpected" if extra else None
 
 
 def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
@@ -132,5 +130,5 @@ def _values(parts: Sequence[_Part]) -> Iterator[bytes]:
 def _first_value(expected: Mapping[str, Any], found: Mapping[str, Any]) -> str | None:
     for name, value in expected.items():
         if found[name] != value:
-            return f"{name} is {found[name]}, expected is {value}"
+            return f"{name} is {found[name]}, not {value}"
     return None

@@ -1,4 +1,4 @@
-"""Finds evidence on the workspace of a run's progress, for when no checkpoint can be read.
+"""Finds evidence of a run's progress on the workspace, in case no checkpoint can be read.
 
 A start at step 0 would discard what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints
 are read first: three files, and rank reports of earlier attempts.

@@ -1,4 +1,4 @@
-"""Finds the newest valid checkpoint and reads from it, whatever world size and sharding wrote it."""
+"""Finds the newest valid checkpoint and reads from it, whatever its world size and sharding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint whose bytes are all as written. All ranks share the hashing and get the same result.
+    """The newest checkpoint that is intact. All ranks share the hashing and get the same result.
 
     Corrupt, truncated and incomplete checkpoints, and those of other runs, are logged and skipped.
     """
@@ -38,7 +38,7 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
 
 
 def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tuple[Manifest | None, list[str]]:
-    """The manifest, or None if a byte of the checkpoint is not as written, and the problems; the same on all ranks.
+    """The manifest, or None if the checkpoint is not intact, and the problems; the same on all ranks.
 
     origin: None accepts a checkpoint of any run.
     """
@@ -86,28 +86,28 @@ def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSEr
     return None
 
 
-def load(directory: Path, manifest: Manifest, found: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
-    """Load parameters and optimizer state of these pieces, and check that nothing is left out.
+def load(directory: Path, manifest: Manifest, ranges: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
+    """Load parameters and optimizer state of these ranges, and check that nothing is left out.
 
     Call this before the first forward pass, after which FSDP 2 may keep old gathered weights. Raises CheckpointError if the
-    checkpoint does not cover a piece.
+    checkpoint does not cover a range.
     """
     check_kind(optimizer, manifest.optimizer)
     create_state(optimizer)
     kinds = (PARAMETER, *state_form(optimizer).tensors)
     reader = RangeReader(directory, manifest)
     with torch.no_grad():
-        for piece in found:
+        for piece in ranges:
             reader.check_shape(piece.name, piece.shape)
             for kind in kinds:
                 reader.read_into(kind, piece.name, piece.start, piece.values(kind, optimizer))
-    if reader.names != {piece.name for piece in found}:
+    if reader.names != {piece.name for piece in ranges}:
         raise CheckpointError(f"{directory}: holds parameters other than those that are trained: {sorted(reader.names)[:3]}...")
     restore_count(optimizer, manifest.optimizer)
 
 
-def load_start(directory: Path, gang: Gang, found: list[ParameterRange], origin: Origin) -> None:
-    """Load the trained parameters of another run's checkpoint into these pieces, without the optimizer state.
+def load_start(directory: Path, gang: Gang, ranges: list[ParameterRange], origin: Origin) -> None:
+    """Load the trained parameters of another run's checkpoint into these ranges, without the optimizer state.
 
     origin: that of the run, with its first values. Call this before the first forward pass. Raises CheckpointError on all ranks
     if the checkpoint is incomplete or does not fit.
@@ -115,14 +115,14 @@ def load_start(directory: Path, gang: Gang, found: list[ParameterRange], origin:
     manifest, problems = verified_manifest(directory, gang, None)
     if manifest is None:
         raise CheckpointError(f"{START_FIELD}: {'; '.join(problems)}", START_HINT)
-    problem = start_problem(directory, manifest, {piece.name: piece.shape for piece in found}, origin)
+    problem = start_problem(directory, manifest, {piece.name: piece.shape for piece in ranges}, origin)
     if not problem and manifest.origin.first_values != origin.first_values:
-        problem = f"{directory} was trained from other first values of the base model, which it does not hold"
+        problem = f"{directory} was trained from other first values, which are computed from the base and are not stored in it"
     if problem:
         raise CheckpointError(f"{START_FIELD}: {problem}", START_HINT)
     reader = RangeReader(directory, manifest)
     with torch.no_grad():
-        for piece in found:
+        for piece in ranges:
             reader.read_into(PARAMETER, piece.name, piece.start, piece.parameter_values())
 
 

@@ -86,7 +86,7 @@ class Origin(ManifestModel):
     """Digest of what the run learns."""
     data_hash: str
     first_values: str | None = None
-    """SHA-256 of the file of first values, if adapters start from the base's weights."""
+    """SHA-256 of the file with the adapters' first values, if these are computed from the base's weights."""
     added_tokens: list[str] = []
     """Tokens that the run added to the base, in the order of their rows."""
     base_sha256: str | None = None
@@ -129,7 +129,7 @@ class Manifest(ManifestModel):
 
 
 def decode_manifest(encoded: bytes) -> Manifest:
-    """Decode a manifest. Raises CheckpointError if a byte is not as written."""
+    """Decode a manifest. Raises CheckpointError if any byte was changed."""
     try:
         body = json.loads(encoded)
         announced = body.pop("sha256")
@@ -173,7 +173,7 @@ def _check_origin(directory: Path, stored: Origin, origin: Origin) -> None:
         raise CheckpointError(f"{directory}: was trained on data {stored.data_hash}, but {origin.data_hash} is prepared")
     if stored.first_values != origin.first_values:
         raise CheckpointError(
-            f"{directory}: was trained from first values {stored.first_values}, computed are {origin.first_values}"
+            f"{directory}: was trained from first values {stored.first_values}, but {origin.first_values} were computed"
         )
 
 
@@ -181,7 +181,7 @@ def verify_file(directory: Path, entry: FileEntry) -> None:
     """Compare the file's digest with its entry. Raises CheckpointError."""
     sha256 = file_sha256(directory / entry.name)
     if sha256 != entry.sha256:
-        raise CheckpointError(f"{directory / entry.name}: has sha256 {sha256}, {entry.sha256} was written")
+        raise CheckpointError(f"{directory / entry.name}: has sha256 {sha256}, but {entry.sha256} was written")
 
 
 def _canonical(value: dict[str, object]) -> bytes:

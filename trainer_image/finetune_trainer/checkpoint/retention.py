@@ -24,18 +24,18 @@ def checkpoint_directories(root: Path) -> list[Path]:
     return [path for _, path in sorted(steps, reverse=True)]
 
 
-def outdated(found: Mapping[int, Manifest | None], keep: int) -> list[int]:
-    """The steps of `found` to remove. found: manifests by step; None: the checkpoint is damaged.
+def outdated(manifests: Mapping[int, Manifest | None], keep: int) -> list[int]:
+    """The steps whose checkpoints to remove. manifests: by step; None: the checkpoint is damaged.
 
-    All steps before the newest `keep` valid ones are removed; if there are fewer valid ones, none is. A best checkpoint that a
+    All steps before the newest `keep` valid ones are removed; with fewer valid ones, nothing is removed. A best checkpoint that a
     kept one names stays, because a resumed run may have to export it.
     """
-    kept = [found[step] for step in sorted(found, reverse=True) if found[step] is not None][: max(keep, FEWEST_KEPT)]
-    valid = [manifest for manifest in kept if manifest is not None]
+    newest_first = (manifests[step] for step in sorted(manifests, reverse=True))
+    valid = [manifest for manifest in newest_first if manifest is not None][: max(keep, FEWEST_KEPT)]
     if len(valid) < max(keep, FEWEST_KEPT):
         return []
     best = {manifest.best_step for manifest in valid}
-    return sorted(step for step in found if step < valid[-1].step and step not in best)
+    return sorted(step for step in manifests if step < valid[-1].step and step not in best)
 
 
 def prune(root: Path, keep: int, origin: Origin) -> None:

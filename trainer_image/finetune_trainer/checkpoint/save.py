@@ -1,9 +1,8 @@
-"""Writes a checkpoint: a temporary directory, a file per rank, the manifest, the rename, `latest`. Only then are old ones
-removed.
+"""Writes a checkpoint: temporary directory, a file per rank, manifest, rename, `latest`. Then removes old checkpoints.
 
 A thread writes a rank's state durably: from a copy in host memory if training continues meanwhile, otherwise directly, a few
-megabytes at a time. It does not use the safetensors library, whose save hides error numbers, keeps Python's lock, and would need
-a second pass for the digest.
+megabytes at a time. It does not use the safetensors library, whose save hides error numbers, keeps the GIL, and would need a
+second pass for the digest.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _CLAIM = "the claim that holds the workspace"
 _UNHARMED = "the older checkpoints are unharmed"
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
-"""Bytes that are hashed and written at a time, so that they are still in a cache for the second of the two."""
+"""Bytes that are hashed and then written at a time, so that they are still cached when they are written."""
 _ALIGNMENT = 8
 _Failure = tuple[str, int | None]
 """Message and error number of a rank's error, in the form that ranks send to each other."""
@@ -67,7 +66,7 @@ class PendingSave:
     temporary: Path
     unfinished: Manifest
     """The manifest, whose list of files is still empty."""
-    taken: Snapshot
+    snapshot: Snapshot
     thread: threading.Thread
     outcome: list[FileEntry | BaseException]
     """The thread's result or error; empty until the thread ends."""
@@ -82,7 +81,7 @@ def begin_save(
     root: Path,
     *,
     step: int,
-    found: list[ParameterRange],
+    ranges: list[ParameterRange],
     optimizer: torch.optim.Optimizer,
     gang: Gang,
     origin: Origin,
@@ -107,34 +106,34 @@ def begin_save(
         state=state,
         files=[],
     )
-    taken = take_snapshot(found, optimizer, reused.tensors if reused else {}, is_copied=is_copied)
+    snapshot = take_snapshot(ranges, optimizer, reused.tensors if reused else {}, is_copied=is_copied)
     outcome: list[FileEntry | BaseException] = []
     thread = threading.Thread(
-        target=_write, args=(temporary / rank_file(gang.rank), taken, outcome), name="checkpoint", daemon=True
+        target=_write, args=(temporary / rank_file(gang.rank), snapshot, outcome), name="checkpoint", daemon=True
     )
     thread.start()
-    return PendingSave(temporary, unfinished, taken, thread, outcome)
+    return PendingSave(temporary, unfinished, snapshot, thread, outcome)
 
 
-def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
+def commit_save(root: Path, pending: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
     """Wait for all files and give the checkpoint its name. All ranks call this together. Returns its directory and manifest.
 
     A kill at any moment leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks.
     """
-    writing.thread.join()
-    (outcome,) = writing.outcome
+    pending.thread.join()
+    (outcome,) = pending.outcome
     if isinstance(outcome, BaseException) and not isinstance(outcome, OSError):
         raise outcome
     error = (f"rank {gang.rank}: {outcome}", outcome.errno) if isinstance(outcome, OSError) else None
     entry = outcome if isinstance(outcome, FileEntry) else None
     outcomes = gang.gather((entry, error), tuple[FileEntry | None, _Failure | None])
     if errors := [failure for _, failure in outcomes if failure is not None]:
-        _discard(writing.temporary, gang)
-        raise _save_error(f"checkpoint of step {writing.unfinished.step}", errors)
+        _discard(pending.temporary, gang)
+        raise _save_error(f"checkpoint of step {pending.unfinished.step}", errors)
     files = [value for value, _ in outcomes if value is not None]
-    manifest = writing.unfinished.model_copy(update={"files": files})
+    manifest = pending.unfinished.model_copy(update={"files": files})
     final = root / checkpoint_name(manifest.step)
-    _by_first(gang, lambda: _publish(writing.temporary, final, manifest), writing.temporary)
+    _by_first(gang, lambda: _publish(pending.temporary, final, manifest), pending.temporary)
     if gang.is_first:
         log.info("checkpoint of step %d is complete", manifest.step)
         try:
@@ -147,9 +146,9 @@ def commit_save(root: Path, writing: PendingSave, gang: Gang, keep: int) -> tupl
     return final, manifest
 
 
-def _write(path: Path, taken: Snapshot, outcome: list[FileEntry | BaseException]) -> None:
+def _write(path: Path, snapshot: Snapshot, outcome: list[FileEntry | BaseException]) -> None:
     try:
-        outcome.append(write_rank_file(path, taken))
+        outcome.append(write_rank_file(path, snapshot))
     except BaseException as error:  # noqa: BLE001 - `commit_save` raises it in the main thread
         outcome.append(error)
 
@@ -191,7 +190,7 @@ def _discard(temporary: Path, gang: Gang) -> None:
 
 
 def take_snapshot(
-    found: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor], *, is_copied: bool
+    ranges: list[ParameterRange], optimizer: torch.optim.Optimizer, reused: Mapping[str, torch.Tensor], *, is_copied: bool
 ) -> Snapshot:
     """Take a snapshot of parameters and optimizer state. is_copied: whether to copy them to host memory.
 
@@ -200,7 +199,7 @@ def take_snapshot(
     kinds = (PARAMETER, *state_form(optimizer).tensors)
     tensors = {}
     on_device = False
-    for piece in found:
+    for piece in ranges:
         for kind in kinds if piece.stop > piece.start else ():
             values = piece.values(kind, optimizer)
             key = tensor_key(kind, piece.name)
@@ -221,23 +220,23 @@ def take_snapshot(
             RangeEntry(
                 name=piece.name, shape=list(piece.shape), dtype=dtype_name(piece.holder.dtype), start=piece.start, stop=piece.stop
             )
-            for piece in found
+            for piece in ranges
         ),
     )
 
 
-def write_rank_file(path: Path, taken: Snapshot) -> FileEntry:
+def write_rank_file(path: Path, snapshot: Snapshot) -> FileEntry:
     """Write a snapshot durably; returns the file's entry for the manifest. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
-        for part in _parts(taken.tensors):
+        for part in _parts(snapshot.tensors):
             chunk = part
             digest.update(chunk)
             size += len(chunk)
             while chunk:
                 chunk = chunk[file.write(chunk) :]
         os.fsync(file.fileno())
-    return FileEntry(name=path.name, size=size, sha256=digest.hexdigest(), pieces=list(taken.pieces))
+    return FileEntry(name=path.name, size=size, sha256=digest.hexdigest(), pieces=list(snapshot.pieces))
 
 
 def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:

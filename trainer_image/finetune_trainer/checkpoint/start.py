@@ -1,4 +1,4 @@
-"""The checkpoint of another run with whose trained parameters this run starts. Imports no torch.
+"""Finds the checkpoint of another run whose trained parameters this run starts with. Does not import torch.
 
 The two jobs may learn different things, but their parameters must have the same names, shapes and meaning: the same base, method,
 scaling, added tokens and first values.
@@ -22,9 +22,7 @@ START_HINT = f"name a whole checkpoint of a job with the same base model and met
 
 
 def start_directory(context: RunContext) -> Path | None:
-    """Directory of that checkpoint; None: the run starts with the method's own values. Raises CheckpointError if links lead out
-    of its claim.
-    """
+    """Directory of the checkpoint that `startFrom` names; None if unset. Raises CheckpointError for a link out of its claim."""
     location = context.plan.training.start_from
     if location is None:
         return None
@@ -36,7 +34,7 @@ def start_directory(context: RunContext) -> Path | None:
 
 
 def origin_of(context: RunContext, data_hash: str = "", first_values: str | None = None) -> Origin:
-    """Return what the checkpoints of this run say about their origin. Raises BrokenCheckpointError."""
+    """The origin that checkpoints of this run name. Raises BrokenCheckpointError."""
     method = context.plan.method
     settings: dict[str, Any] = {"type": method.type.value}
     if method.lora is not None:
@@ -56,7 +54,7 @@ def origin_of(context: RunContext, data_hash: str = "", first_values: str | None
 
 
 def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], origin: Origin) -> str:
-    """Say why a run that trains parameters of these names and shapes cannot start from the checkpoint; empty if it can.
+    """The reason why a run that trains parameters of these names and shapes cannot start from the checkpoint; empty if it can.
 
     origin: that of the run.
     """

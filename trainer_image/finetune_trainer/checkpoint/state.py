@@ -55,11 +55,11 @@ class ParameterRange:
         return local.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
-    """Divide pieces that every rank holds: return the ranges that this rank writes, so that ranks write each value once."""
+def share(ranges: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
+    """Divide ranges that every rank holds: return the parts that this rank writes, so that ranks write each value once."""
     return [
         replace(piece, start=first, stop=last, offset=piece.offset + first - piece.start)
-        for piece in found
+        for piece in ranges
         for size in (piece.stop - piece.start,)
         for first in (piece.start + size * rank // world_size,)
         for last in (piece.start + size * (rank + 1) // world_size,)
@@ -67,7 +67,7 @@ def share(found: Iterable[ParameterRange], rank: int, world_size: int) -> list[P
 
 
 def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:
-    """This rank's pieces of all trainable parameters, also empty pieces, sorted by name. frozen: include frozen parameters."""
+    """This rank's ranges of all trainable parameters, also empty ones, sorted by name. frozen: include frozen parameters."""
     if isinstance(model, FullyShardedDataParallel):
         ranges = list(_flat_ranges(model))
     else:
@@ -81,7 +81,7 @@ def _dim0_range(name: str, parameter: nn.Parameter) -> ParameterRange:
     if isinstance(local, DTensor):
         if len(local.placements) != 1 or not isinstance(local.placements[0], Shard) or local.placements[0].dim != 0:
             raise InvariantError(
-                f"{name} is sharded as {local.placements}; checkpoints know sharding along dim 0 of one mesh axis"
+                f"{name} is sharded as {local.placements}; checkpoints support sharding along dim 0 of one mesh axis only"
             )
         mesh = local.device_mesh
         row = local.numel() // shape[0] if shape[0] else 0
@@ -111,9 +111,9 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             yield ParameterRange(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
 
 
-def check_complete(shapes: dict[str, tuple[int, ...]], found: Iterable[ParameterRange]) -> None:
-    """Check that the pieces name exactly the trainable parameters of the unsharded model. Raises InvariantError."""
-    names = {piece.name: piece.shape for piece in found}
+def check_complete(shapes: dict[str, tuple[int, ...]], ranges: Iterable[ParameterRange]) -> None:
+    """Check that the ranges cover exactly the trainable parameters of the unsharded model. Raises InvariantError."""
+    names = {piece.name: piece.shape for piece in ranges}
     if names != shapes:
         different = sorted(set(names.items()) ^ set(shapes.items()))
         raise InvariantError(f"sharding changed what is trained, first: {different[:4]}")
@@ -123,7 +123,7 @@ def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
     """The form of this optimizer's state. Raises InvariantError for an optimizer that is not known here."""
     name = type(optimizer).__name__
     if name not in list(OptimizerName):
-        raise InvariantError(f"checkpoints do not know the state of {name}")
+        raise InvariantError(f"checkpoints do not support the state of {name}")
     if isinstance(optimizer, torch.optim.SGD) and not optimizer.defaults["momentum"]:
         return StateForm((), is_counted=False)
     return FORMS[OptimizerName(name)]
@@ -166,7 +166,7 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
-    """The manifest's entry for the optimizer on all ranks. A rank that holds no element of any parameter does not know the count.
+    """The manifest's entry for the optimizer on all ranks. A rank that holds no element of any parameter has no step count.
 
     All ranks call this together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
     """
@@ -192,7 +192,7 @@ def restore_count(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> No
             optimizer.state[parameter][STEP].fill_(entry.step)
     restored = optimizer_entry(optimizer)
     if restored != entry and any(parameter.numel() for parameter in _parameters(optimizer)):
-        raise InvariantError(f"after loading the optimizer is {restored}, the manifest says {entry}")
+        raise InvariantError(f"after loading, the optimizer is {restored}, but the manifest says {entry}")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

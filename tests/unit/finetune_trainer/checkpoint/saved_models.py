@@ -31,7 +31,7 @@ def save(
 ) -> None:
     state = RunState(eval_loss=1.5)
     writing = begin_save(
-        root, step=step, found=pieces(model), optimizer=optimizer, gang=ALONE, origin=ORIGIN, state=state, best_step=best_step
+        root, step=step, ranges=pieces(model), optimizer=optimizer, gang=ALONE, origin=ORIGIN, state=state, best_step=best_step
     )
     commit_save(root, writing, ALONE, keep)
 

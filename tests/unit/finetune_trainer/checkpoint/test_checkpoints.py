@@ -110,7 +110,7 @@ def test_the_best_is_kept_and_exported(tmp_path: Path) -> None:
         assert float(dict(full_parameters(*found))["bias"][0]) == 2
     path = run.context.workspace.checkpoints / checkpoint_name(2) / rank_file(0)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(CheckpointError, match="the best checkpoint is not what was written"):
+    with pytest.raises(CheckpointError, match="the best checkpoint cannot be used"):
         again.checkpoints.finished()
 
 

@@ -160,7 +160,7 @@ def test_the_one_before_is_used_and_said_if_only_the_newest_is_missing(
     assert manifest is not None
     assert manifest.step == STEPS[0]
     assert (
-        "latest says that the checkpoint of step 22 was complete, and it is not there or damaged: "
+        "latest says that the checkpoint of step 22 was complete, but it is missing or damaged: "
         "the steps after 11 are trained again"
     ) in caplog.messages
 
@@ -178,7 +178,7 @@ def test_records_that_cannot_be_read_are_no_reason_not_to_resume(claims: Path, c
     assert manifest is not None
     assert manifest.step == STEPS[1]
     (said,) = caplog.messages
-    assert said.startswith("it is not known whether later steps than 22 were saved: ")
+    assert said.startswith("it is unknown whether steps after 22 were saved: ")
 
 
 def test_a_later_checkpoint_of_another_run_is_no_lost_step(claims: Path, caplog: pytest.LogCaptureFixture) -> None:

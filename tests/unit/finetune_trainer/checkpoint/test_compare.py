@@ -70,11 +70,11 @@ def test_the_same_values_in_other_files_are_the_same(tmp_path: Path) -> None:
         (with_value("param/a", 4, 9.0), {}, "param/a differs from value 4 on"),
         # Minus zero is another byte, and the first tensor counts.
         (with_value("exp_avg/a", 0, -0.0), {}, "exp_avg/a differs from value 0 on"),
-        ({"param/a": VALUES["param/a"]}, {}, "exp_avg/a is not there"),
-        ({**VALUES, "exp_avg_sq/a": torch.zeros(6)}, {}, "exp_avg_sq/a is there besides"),
-        ({name: each.half() for name, each in VALUES.items()}, {}, "exp_avg/a has 6 values of F16, expected are 6 of F32"),
-        (VALUES, {"state": RunState(eval_loss=0.25)}, "eval_loss is 0.25, expected is 0.5"),
-        (VALUES, {"step": 5}, "step is 5, expected is 4"),
+        ({"param/a": VALUES["param/a"]}, {}, "exp_avg/a is missing"),
+        ({**VALUES, "exp_avg_sq/a": torch.zeros(6)}, {}, "exp_avg_sq/a is unexpected"),
+        ({name: each.half() for name, each in VALUES.items()}, {}, "exp_avg/a has 6 values of F16, not 6 of F32"),
+        (VALUES, {"state": RunState(eval_loss=0.25)}, "eval_loss is 0.25, not 0.5"),
+        (VALUES, {"step": 5}, "step is 5, not 4"),
     ],
 )
 def test_the_first_difference_is_named(
@@ -104,11 +104,11 @@ def test_results_are_compared_by_tensors_and_other_files_by_bytes(tmp_path: Path
         save_file({"lora_A": torch.zeros(2), "lora_B": torch.tensor([0.0, value])}, tmp_path / name / names[1])
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert str(results_difference(ours, theirs, names)) == "lora_B differs from value 1 on"
-    assert str(results_difference(ours, theirs, names[:1])) == "adapter_config.json has other bytes"
+    assert str(results_difference(ours, theirs, names[:1])) == "adapter_config.json has different bytes"
     assert results_difference(ours, ours, names) is None
     # Also what no tensor holds.
     save_file({"lora_A": torch.zeros(2), "lora_B": torch.tensor([0.0, 2.0])}, ours / names[1])
     save_file({"lora_A": torch.zeros(2), "lora_B": torch.tensor([0.0, 2.0])}, theirs / names[1], {"format": "pt"})
-    assert str(results_difference(ours, theirs, names)) == "adapter_model.safetensors has other bytes"
+    assert str(results_difference(ours, theirs, names)) == "adapter_model.safetensors has different bytes"
     (theirs / names[1]).unlink()
     assert str(results_difference(ours, theirs, names)) == f"adapter_model.safetensors is missing in {theirs}"

@@ -138,7 +138,7 @@ def _rewrite(context: RunContext, source: Path | None, target: Path, gang: Gang)
                     piece.values(kind, optimizer).uniform_()
         restore_count(optimizer, optimizer_entry(optimizer).model_copy(update={"step": 5.0}))
     writing = begin_save(
-        target, step=5, found=model.pieces, optimizer=optimizer, gang=gang, origin=ORIGIN, state=RunState(), best_step=None
+        target, step=5, ranges=model.pieces, optimizer=optimizer, gang=gang, origin=ORIGIN, state=RunState(), best_step=None
     )
     commit_save(target, writing, gang, keep=2)
 

@@ -200,9 +200,9 @@ def test_first_values_belong_to_the_origin_and_are_named_only_where_there_are_so
     path = tmp_path / checkpoint_name(1) / MANIFEST
     assert json.loads(path.read_bytes())["origin"] == {"data_hash": "d" * 64, "learning_sha256": "p" * 64}
     origin = ORIGIN.model_copy(update={"first_values": "f"})
-    with pytest.raises(CheckpointError, match="was trained from first values None, computed are f"):
+    with pytest.raises(CheckpointError, match="was trained from first values None, but f"):
         read_manifest(path.parent, origin)
     path.write_bytes(read_manifest(path.parent, ORIGIN).model_copy(update={"origin": origin}).encode())
     assert read_manifest(path.parent, origin).origin.first_values == "f"
-    with pytest.raises(CheckpointError, match="was trained from first values f, computed are None"):
+    with pytest.raises(CheckpointError, match="was trained from first values f, but None were computed"):
         read_manifest(path.parent, ORIGIN)

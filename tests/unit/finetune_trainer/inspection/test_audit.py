@@ -141,6 +141,6 @@ def test_a_file_that_somebody_put_next_to_a_merged_model_is_a_difference(
     (published / "modeling.py").write_text("import os")
     assert difference() == "modeling.py is not made again"
     (again / "modeling.py").write_text("import sys")
-    assert difference() == "modeling.py has other bytes"
+    assert difference() == "modeling.py has different bytes"
     (published / "modeling.py").unlink()
     assert str(difference()).startswith("modeling.py is missing in ")
