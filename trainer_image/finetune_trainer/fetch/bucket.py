@@ -70,7 +70,7 @@ class BucketPrefix:
     def _remote_file(self, key: str, size: int, tag: str | None, path: str) -> RemoteFile:
         if not tag:
             raise SourceUnavailableError(
-                f"{self._shown}: {key} has no ETag, so a change of it could not be seen", "use another object store"
+                f"{self._shown}: {key} has no ETag, so changes of it could not be noticed", "use another object store"
             )
         return RemoteFile(path=path, size=size, version=tag, address=key)
 
@@ -95,25 +95,25 @@ class BucketPrefix:
             Bucket=self._place.bucket, Key=file.address, Range=f"bytes={start}-{end - 1}", IfMatch=file.version
         )
         if answer["ContentLength"] != end - start:
-            raise TransientError(f"the object store gives {answer['ContentLength']} bytes where {end - start} were asked for")
+            raise TransientError(f"the object store gives {answer['ContentLength']} bytes instead of {end - start}")
         content: bytes = answer["Body"].read()
         return content
 
     def _failure(self, error: Exception) -> Exception:
         """Return the error to raise in place of boto3's. Raises TransientError if trying again may help."""
         refused = refusal(error)
-        said = f" ({refused})"
+        detail = f" ({refused})"
         if refused.status in DENIED or refused.lacks_credentials:
             hint = "the keys of spec.fetch.s3SecretRef (on your own machine: those of your AWS tools) may not list and read it"
             if not self._signed:
                 keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
                 hint = f"name a Secret with {keys} in spec.fetch.s3SecretRef (on your own machine: log in as for AWS tools)"
-            return self._refused(f"{self._shown}: access is refused{said}", hint)
+            return self._refused(f"{self._shown}: access is refused{detail}", hint)
         if refused.status in ABSENT:
-            message = f"{self._shown}: there is no such bucket or object{said}"
+            message = f"{self._shown}: there is no such bucket or object{detail}"
             return self._refused(message, "correct the bucket or the key")
         if refused.status == HTTPStatus.PRECONDITION_FAILED:
             message = f"{self._shown}: an object changed while it was copied"
             return SourceUnavailableError(message, "let nothing write below the prefix during a run")
-        message = f"{self._shown}: the object store refuses the request{said}"
+        message = f"{self._shown}: the object store refuses the request{detail}"
         return SourceUnavailableError(message, "check s3Endpoint and s3Region of the profile's spec.fetch")

@@ -32,7 +32,7 @@ class HubRepository:
         self._place, self._revision, self._token, self._refusal = place, revision, token, refusal
         self._kind = "dataset" if place.is_dataset else "model"
         self._shown = f"{field}: {self._kind} {place.repository} at {revision}"
-        # False means no token at all; None would mean that of a login in the home directory.
+        # False means no token; None would mean the token of a login in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
 
@@ -92,15 +92,15 @@ class HubRepository:
 
     def _failure(self, response: httpx2.Response) -> Exception:
         status = response.status_code
-        passing = transient_failure(response, self._api.endpoint)
-        if passing is not None:
-            return passing
+        transient = transient_failure(response, self._api.endpoint)
+        if transient is not None:
+            return transient
         if status in DENIED:
             return self._refusal(f"{self._shown}: access is refused (HTTP status {status})", self._access_hint())
         if status in ABSENT:
             return self._refusal(
-                f"{self._shown}: there is none (HTTP status {status})",
-                f"correct the name or the revision; the Hub hides private ones, so otherwise {self._access_hint()}",
+                f"{self._shown}: does not exist (HTTP status {status})",
+                f"correct the name or the revision; the Hub hides private repositories, so otherwise {self._access_hint()}",
             )
         return SourceUnavailableError(f"{self._shown}: HTTP status {status}", "try again later")
 

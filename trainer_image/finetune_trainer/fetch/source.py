@@ -27,7 +27,7 @@ class DigestKind(StrEnum):
 
     SHA256 = "sha256"
     GIT_BLOB = "git-blob"
-    r"""SHA-1 of `blob <size>\\0` and the bytes: the name in git of a file outside large file storage."""
+    r"""SHA-1 of `blob <size>\\0` and the bytes: git's name for a file outside large file storage."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +154,6 @@ def source_unavailable(message: str) -> SourceUnavailableError:
     """The error that ends a fetch after too many failed requests."""
     return SourceUnavailableError(
         message,
-        "what is complete is kept, and another attempt continues from there; check the way out of the cluster and the "
-        "endpoints of the profile's spec.fetch",
+        "another attempt continues where this one stopped; check the network access out of the cluster and the endpoints of the "
+        "profile's spec.fetch",
     )

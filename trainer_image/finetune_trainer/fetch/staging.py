@@ -1,4 +1,4 @@
-"""Manages the directory in which a source's files are collected, and the manifest that later proves the copy.
+"""Manages the directory in which a source's files are collected, and the manifest by which the copy is verified later.
 
     <target>.tmp-fetch/files/<path>     complete files
     <target>.tmp-fetch/partial/<key>    partial files; the key is a digest of path and version

@@ -80,7 +80,7 @@ class _PartialFile:
         """Append bytes. If the file would exceed the listed size, this drops all bytes and raises TransientError."""
         if self.offset + len(chunk) > self._remote.size:
             self.restart()
-            raise TransientError(f"more than the listed {self._remote.size} bytes came")
+            raise TransientError(f"more than the listed {self._remote.size} bytes arrived")
         while len(chunk):
             room = self._sync_bytes - self.offset % self._sync_bytes
             self._file.write(chunk[:room])
@@ -100,7 +100,7 @@ class _PartialFile:
         self._file.truncate()
 
     def seal(self) -> str:
-        """Make the bytes durable and return their SHA-256. If it is not the listed one, drop them and raise WrongBytesError."""
+        """Make the bytes durable and return their SHA-256. Raises WrongBytesError and drops them if they are not as listed."""
         self._sync()
         announced, sha256 = self._remote.digest, self._sha256.hexdigest()
         digest = self._git.hexdigest() if self._needs_git else sha256
@@ -123,7 +123,7 @@ class TransferOptions:
     sync_bytes: int = SYNC_BYTES
 
 
-def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, conduct: TransferOptions) -> FetchedFile:
+def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, options: TransferOptions) -> FetchedFile:
     """Fetch one file.
 
     Raises SourceUnavailableError, StoppedError, OSError, and final errors of the source.
@@ -131,13 +131,13 @@ def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, co
     complete = staging.complete(file)
     if complete is not None:
         return complete
-    attempts, wrong = Retries(file.address, conduct.patience, conduct.stop, source_unavailable), 0
-    with _PartialFile(staging.partial(file), file, conduct.sync_bytes) as landing:
+    attempts, wrong = Retries(file.address, options.patience, options.stop, source_unavailable), 0
+    with _PartialFile(staging.partial(file), file, options.sync_bytes) as landing:
         while True:
             before = landing.offset
             try:
                 if landing.offset < file.size:
-                    _receive(remote, file, landing, conduct)
+                    _receive(remote, file, landing, options)
                 sha256 = landing.seal()
                 break
             except WrongBytesError as error:
@@ -145,7 +145,7 @@ def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, co
                 if wrong == WRONG_BYTES_LIMIT:
                     raise SourceUnavailableError(
                         f"{file.address}: {error}, {wrong} times in a row",
-                        "something between the source and this pod changes what passes, or the source itself is damaged",
+                        "something between the source and this pod changes the bytes, or the source itself is damaged",
                     ) from None
                 attempts.failed(error)
             except TransientError as error:
@@ -155,13 +155,13 @@ def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, co
     return staging.keep(file, sha256)
 
 
-def _receive(remote: RemoteSource, file: RemoteFile, landing: _PartialFile, conduct: TransferOptions) -> None:
+def _receive(remote: RemoteSource, file: RemoteFile, landing: _PartialFile, options: TransferOptions) -> None:
     chunks = remote.read(file, landing.offset)
     with closing(chunks):  # type: ignore[type-var]
         for chunk in chunks:
-            if conduct.stop.is_set():
+            if options.stop.is_set():
                 raise StoppedError
             landing.write(chunk)
-            conduct.received(len(chunk))
+            options.received(len(chunk))
     if landing.offset < file.size:
         raise TransientError(f"the transfer ended after {landing.offset} of {file.size} bytes")

@@ -1,1 +1,1 @@
-"""Network access that roles have in common: retries, pauses that servers ask for, going online."""
+"""Network access that roles share: going online, retries, and pauses that servers ask for."""

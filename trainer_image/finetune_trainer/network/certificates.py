@@ -1,4 +1,4 @@
-"""Recognises errors about certificates that are not trusted. Retrying is useless; the profile names the trusted authorities."""
+"""Recognises errors about untrusted certificates. Retrying does not help; the profile names the trusted authorities."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sets up the process's environment for network access.
 
-In the image, libraries are offline by default. The object store is the plan's; on a user's machine it may be that of AWS tools.
+In the image, libraries are offline by default. The plan names the object store; on a user's machine, AWS variables may name it.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ T = TypeVar("T")
 SILENCE_SECONDS = 60.0
 """Longest time without a byte before a request counts as failed."""
 _ADDRESS = re.compile(r"\w+://\S+")
-_LONGEST_SAYING = 300
+_LONGEST_REASON = 300
 
 
 def transient_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
@@ -41,7 +41,7 @@ def transient_failure(response: httpx2.Response, endpoint: str) -> TransientErro
 def redacted_message(text: str | None) -> str:
     """The Hub's reason for a refusal, without addresses, since these may be signed; empty if there is no reason."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
-    return f": {plain[:_LONGEST_SAYING]}" if plain else ""
+    return f": {plain[:_LONGEST_REASON]}" if plain else ""
 
 
 def call_hub(operation: Callable[[], T]) -> T:
@@ -49,11 +49,11 @@ def call_hub(operation: Callable[[], T]) -> T:
     try:
         return operation()
     except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
-        raise _meaning(error) from None
+        raise _error_for(error) from None
 
 
-def _meaning(error: BaseException) -> BaseException:
-    """The error to raise in its place. The text of a connection error may hold a signed address, so only its type is kept."""
+def _error_for(error: BaseException) -> BaseException:
+    """The error to raise instead. The text of a connection error may hold a signed address, so only its type is kept."""
     if isinstance(error, HfHubHTTPError):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -62,5 +62,5 @@ def _meaning(error: BaseException) -> BaseException:
         return untrusted_certificate(error) or TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
         # huggingface_hub wraps errors of its threads.
-        return _meaning(error.__cause__)
+        return _error_for(error.__cause__)
     return error

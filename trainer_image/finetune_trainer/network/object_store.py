@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 300.0
 _NO_ANSWER = (ConnectionError, HTTPClientError, IncompleteReadError)
 _UNREADABLE = (PaginationError, ResponseParserError, ValueError, KeyError)
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
-_PASSING_CODES = frozenset(
+_TRANSIENT_CODES = frozenset(
     {"RequestTimeout", "SlowDown", "InternalError", "OperationAborted", "ConditionalRequestConflict", "BadDigest"}
     | {"XAmzContentSHA256Mismatch"}
 )
@@ -103,7 +103,7 @@ def refusal(error: Exception) -> StoreRefusal:
         return StoreRefusal(0, kind)
     answer, code = error.response.get("ResponseMetadata", {}), str(error.response.get("Error", {}).get("Code", ""))
     refused = StoreRefusal(status_of(error), code if _CODE.fullmatch(code) else "")
-    if not refused.is_full and (refused.status in RETRYABLE or refused.code in _PASSING_CODES):
+    if not refused.is_full and (refused.status in RETRYABLE or refused.code in _TRANSIENT_CODES):
         pause = parse_retry_after(answer.get("HTTPHeaders", {}).get("retry-after"))
         raise TransientError(f"the object store is busy or broken ({refused})", pause) from None
     return refused

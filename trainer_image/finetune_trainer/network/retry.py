@@ -74,7 +74,7 @@ class Retries:
             raise self._given_up(
                 f"{self._what}: {error} (request {self._failures} of {self._policy.attempts} in a row without success)"
             )
-        log.warning("%s: %s; again in %.1f s", self._what, error, pause)
+        log.warning("%s: %s; trying again in %.1f s", self._what, error, pause)
         # Not `stop.wait`, during which this thread may hold the event's lock: if a signal came then, a handler that sets the
         # event would wait for that lock forever.
         deadline = time.monotonic() + pause

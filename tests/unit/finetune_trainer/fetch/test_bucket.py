@@ -101,7 +101,7 @@ def test_a_store_that_knows_no_ranges_fills_no_memory(monkeypatch):
     remote = prefix_of(store, "a")
     [file] = remote.files()
     store.before = lambda _: (200, {}, CONTENT)
-    with pytest.raises(TransientError, match="gives 10000 bytes where 1000 were asked for"):
+    with pytest.raises(TransientError, match="gives 10000 bytes instead of 1000"):
         list(remote.read(file, 0))
 
 
