@@ -1,1 +1,1 @@
-"""Inspects a base model: its files, structure and weights, the use of its modules; and has preflight's report about it."""
+"""Inspects a base model: its files, structure, weights and the use of its modules. Also defines preflight's report."""

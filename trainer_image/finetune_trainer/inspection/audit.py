@@ -1,4 +1,4 @@
-"""Checks that what a run left belongs together: plan, records, data, base model, checkpoints, results. Does not import torch.
+"""Checks that the parts of a run belong together: plan, records, data, base model, checkpoints, results. Does not import torch.
 
 Only digests are compared. They show what was changed or replaced later, unless all digests that depend on it were also changed.
 Such a change shows when steps are computed again, as `finetune audit` does with the parts found here.
@@ -58,10 +58,10 @@ class RunParts:
 def inspect_run(context: RunContext) -> RunParts:
     """Inspect all parts of a run. Reads every byte of its base model, data, checkpoints and results. Raises OSError."""
     report, findings = _report(context)
-    data_hash, of_data = _data(context, report)
-    checkpoints, of_checkpoints = _checkpoints(context, data_hash)
-    exported, of_result = _result(context)
-    findings += [*of_data, *_base(context, report), *of_checkpoints, *of_result]
+    data_hash, data_findings = _data(context, report)
+    checkpoints, checkpoint_findings = _checkpoints(context, data_hash)
+    exported, result_findings = _result(context)
+    findings += [*data_findings, *_base(context, report), *checkpoint_findings, *result_findings]
     findings += _provenance(context, data_hash)
     accounts = context.workspace.accounts
     lines = read_lines(read_own(accounts).decode(errors="replace") if accounts.is_file() else "")
@@ -124,8 +124,8 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
     field, value = "spec.model.source", context.plan.model.name
     known = {} if report is None else report.model_files
     if not known:
-        message = "preflight kept no digests of the base model's weights, as of a job without a merge"
-        fix = "Nothing needs to change: steps that are computed again show a base that was changed"
+        message = "preflight recorded no digests of the base model's weights, since the job merges nothing"
+        fix = "Nothing needs to change: computing steps again shows whether the base was changed"
         yield not_proven(field, value, message, fix)
     for name, sha256 in known.items():
         path = context.base_model / name
@@ -136,7 +136,7 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
     if added is None or not context.base_model.is_dir():
         return
     if not context.source_model.is_dir():
-        gone = f"{context.source_model} is gone, so it is not compared with {context.base_model}, which was made of it"
+        gone = f"{context.source_model} is gone, so it is not compared with {context.base_model}, which was made from it"
         yield not_proven(field, value, gone, "Restore it")
     elif difference := source_difference(context.source_model, context.base_model, added):
         yield audit_finding("audit-base-differs", field=field, value=value, message=f"{context.base_model} {difference}")
@@ -210,7 +210,7 @@ def _provenance(context: RunContext, data_hash: str | None) -> Iterator[Finding]
             here = version(package)
         except PackageNotFoundError:  # the package runs from a checkout
             continue
-        if here != known:  # it may round differently
+        if here != known:  # another version may round differently
             message = f"The result was made with {package} {known}, but here is {here}: bytes may differ for that reason alone"
             fix = f"Install {package}=={known} to compare under the same conditions"
             yield not_proven(path.name, f"{package} {known}", message, fix)

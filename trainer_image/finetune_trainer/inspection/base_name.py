@@ -1,4 +1,4 @@
-"""Finds the name that an adapter gives its base, by which `AutoPeftModel.from_pretrained` finds it. Does not import torch."""
+"""Finds the base's name for an adapter, by which `AutoPeftModel.from_pretrained` loads the base. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 _FIELD = "spec.model.hubName"
 _NAME = "_name_or_path"
-"""Key under which transformers records where it had loaded the model that it saves."""
+"""Key under which transformers records where a saved model had been loaded from."""
 GUESSED = "adapter-base-guessed"
 _OF_A_RUN = re.compile(r"(outputs?|results|runs|saves|checkpoints|models|data|tmp)/.*|.*/checkpoint[-_]?\d+", re.IGNORECASE)
 """Matches relative paths to which training programs write. On the Hub, anyone may register such a name."""
 
 
 def base_name(planned: str, directory: Path) -> str:
-    """The base's name for adapter_config.json. planned: the plan's `model.name`. directory: that of the base model."""
+    """The base's name for adapter_config.json. planned: the plan's `model.name`. directory: the base model's."""
     return planned if _is_hub_name(planned) else _name_in_config(directory) or planned
 
 

@@ -32,7 +32,7 @@ from finetune_trainer.weights.headers import (
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 """Suffixes of files that can run any code when they are loaded."""
 _PARSED_ELSEWHERE = frozenset({CONFIG_FILE, INDEX_FILE, "tokenizer.json", "vocab.json"})
-"""Files that other code reads. The tokenizer's library, which reads the large ones, also refuses NaN."""
+"""Files that other code checks. The tokenizer's library, which reads the large ones, also refuses NaN."""
 COPY_AGAIN = "copy the file to the claim again"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 """Keys of the number of layers in configurations. Each layer has its own weights."""
@@ -69,8 +69,8 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
     # Null means no quantization; transformers reads and writes it with this meaning.
     if any(isinstance(part, dict) and part.get("quantization_config") for part in (config, text)):
         message = (
-            f"{CONFIG_FILE} has a quantization_config: a base is read as float32, float16 or bfloat16 numbers, which quantised "
-            "weights are not, and nothing could be merged into them exactly"
+            f"{CONFIG_FILE} has a quantization_config, but a base must have float32, float16 or bfloat16 weights, since nothing "
+            "can be merged exactly into quantised ones"
         )
         fix = "give the original 16-bit model, and method QLoRA if it is to be quantised while it trains"
         findings.append(_finding("model-already-quantized", address, message, fix))
@@ -98,7 +98,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
 
 
 def _broken_json(directory: Path) -> list[Finding]:
-    """Findings about settings files that some programs cannot read, as with NaN: these files are published with the results."""
+    """Findings about settings files, which are published with the results, that some programs cannot read: they may hold NaN."""
     findings = []
     for name in sorted(set(MAX_BYTES) & {path.name for path in directory.glob("*.json")} - _PARSED_ELSEWHERE):
         try:
@@ -109,7 +109,7 @@ def _broken_json(directory: Path) -> list[Finding]:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of configuration and weight files. They are known for a fetched model; other models are read."""
+    """SHA-256 of configuration and weight files, from the manifest of a fetched model, or else computed."""
     manifest = read_manifest(directory)
     known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
     names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
@@ -120,7 +120,7 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
     """Names of the safetensors files; and tensor -> file from the index, if there is one."""
     single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index_path.exists():
-        message = f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which they read"
+        message = f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which of the two they read"
         findings.append(_finding("model-weights-ambiguous", address, message, "remove the one that does not belong to the model"))
     elif index_path.exists():
         index = _json(index_path, address, findings)
@@ -157,7 +157,7 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
         message = f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}"
         findings.append(_finding("model-index-broken", absent[0], message, fix))
     if extra:
-        message = f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not know ({len(extra)} such tensors)"
+        message = f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not list ({len(extra)} such tensors)"
         findings.append(_finding("model-index-broken", extra[0], message, fix))
     return findings
 

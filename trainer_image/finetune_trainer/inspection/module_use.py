@@ -114,17 +114,17 @@ class ObservedUse:
 
 
 def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
-    """Observe a small model. Returns None if it cannot be built or computed, which the rehearsal reports."""
+    """Observe a small model. Returns None if it cannot be built or run, which the rehearsal reports."""
     try:
         config = load_config(plan, directory)
-        with _torch_only(config) as handed:
+        with _torch_only(config) as kernel_parameters:
             shrunken, model = find_small_model(plan, config, without_dropout(config.to_dict()))
-            handed.clear()
+            kernel_parameters.clear()
             if plan.method.quantization is not None:
                 _mark_as_quantized(model)
-            uses = ModuleUses(_observed(model, _tokens(shrunken), handed), shrunken.layers)
+            uses = ModuleUses(_observed(model, _tokens(shrunken), kernel_parameters), shrunken.layers)
     except Exception as error:  # noqa: BLE001 - code of any model
-        log.warning("what only running the model shows is not checked: %s: %s", type(error).__name__, error)
+        log.warning("checks that need to run the model are skipped: %s: %s", type(error).__name__, error)
         return None
     model.zero_grad()
     return ObservedUse(model, uses)
@@ -136,7 +136,7 @@ def _tokens(shrunken: SmallConfig) -> torch.Tensor:
     return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
 
 
-def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: Sequence[tuple[int, str]]) -> dict[str, ModuleUse]:
+def _observed(model: PreTrainedModel, tokens: torch.Tensor, kernel_parameters: Sequence[tuple[int, str]]) -> dict[str, ModuleUse]:
     model.train()
     modules = dict(model.named_modules())
     owners: dict[int, dict[str, str]] = defaultdict(dict)
@@ -149,7 +149,7 @@ def _observed(model: PreTrainedModel, tokens: torch.Tensor, handed: Sequence[tup
         logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits
     torch.autograd.backward(logits.float().square().mean())
     kernels: dict[str, set[str]] = defaultdict(set)
-    for parameter, function in handed:
+    for parameter, function in kernel_parameters:
         for name, last in owners.get(parameter, {}).items():
             if last != _UNTRACKED:
                 kernels[name].add(function)
@@ -230,7 +230,7 @@ def _torch_only(config: PreTrainedConfig) -> Iterator[list[tuple[int, str]]]:
     transformers replaces a function by such a kernel, which needs a GPU, if its package is installed (mamba-ssm, causal-conv1d,
     flash-linear-attention: transformers.integrations.hub_kernels.use_kernel_func_from_hub_with_fallback).
     """
-    handed: list[tuple[int, str]] = []
+    kernel_parameters: list[tuple[int, str]] = []
     mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)  # noqa: SLF001 - there is no public name
     classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
     spaces = {model.__module__: vars(sys.modules[model.__module__]) for model in classes if model is not None}
@@ -241,19 +241,21 @@ def _torch_only(config: PreTrainedConfig) -> Iterator[list[tuple[int, str]]]:
             package = inspect.getclosurevars(function).nonlocals.get("package") if is_wrapper else None
             if isinstance(package, str):
                 replaced.append((space, name, function))
-                space[name] = _recording(handed, function.__wrapped__, f"{package}.{name}" if find_spec(package) else "")
+                kernel = f"{package}.{name}" if find_spec(package) else ""
+                space[name] = _recording(kernel_parameters, function.__wrapped__, kernel)
     try:
-        yield handed
+        yield kernel_parameters
     finally:
         for space, name, function in replaced:
             space[name] = function
 
 
-def _recording(handed: list[tuple[int, str]], function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
+def _recording(kernel_parameters: list[tuple[int, str]], function: Callable[..., Any], kernel: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         if kernel:
-            handed.extend((id(value), kernel) for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
+            parameters = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Parameter))
+            kernel_parameters.extend((id(parameter), kernel) for parameter in parameters)
         return function(*args, **kwargs)
 
     return recorded

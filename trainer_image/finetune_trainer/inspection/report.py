@@ -1,4 +1,4 @@
-"""Defines what preflight knows of a model, in plain values: its structure, the rehearsal, and the report on the workspace.
+"""Defines what preflight knows about a model, in plain values: its structure, the rehearsal, and the report on the workspace.
 
 torch is not imported: preflight keeps these values while it prepares the data, and merge and publisher read the report.
 """
@@ -122,7 +122,7 @@ class RehearsalReport(StrictModel):
     stages: tuple[StageResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     kept_since: str = ""
-    """Time in UTC of an earlier, equal rehearsal whose verdict this is (rehearsal/verdicts.py); empty if it was rehearsed now."""
+    """Time in UTC of the earlier, equal rehearsal that gave this verdict (rehearsal/verdicts.py); empty if this one was run."""
 
 
 SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)
@@ -172,7 +172,7 @@ class ModelReport(BaseModel):
 
 def _changed(path: Path, what: str) -> PlanMismatchError:
     return PlanMismatchError(
-        f"{path.name} on the workspace {what}: something else has written it",
+        f"{path.name} on the workspace {what}: another program has written it",
         "create the job again with an empty workspace, and keep other writers off the claim",
     )
 
@@ -197,6 +197,6 @@ def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
         written = [*report.batches, *([] if report.resharding is None else [report.resharding])]
         wrong = plan.wrong_choice(written)
         if wrong is not None:
-            raise _changed(path, f"says {wrong.field}: {str(wrong.value)[:_SHOWN]}, which preflight chooses for no such job")
+            raise _changed(path, f"says {wrong.field}: {str(wrong.value)[:_SHOWN]}, which preflight never chooses for this job")
         plan = plan.with_choices(report.batches)
     return plan.with_fsdp(reshard_after_forward=frees) if plan.parallelism.leaves_resharding_open else plan

@@ -67,7 +67,7 @@ def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list
 def _incomplete(info: dict[str, Any]) -> Iterator[Finding]:
     """Yield findings about weights that transformers would initialise at random, or could not convert."""
     fix = "copy all files of one and the same model"
-    for kind, reason in (("missing_keys", "are in none of its files"), ("mismatched_keys", "have another shape in its files")):
+    for kind, reason in (("missing_keys", "are in none of the files"), ("mismatched_keys", "have another shape in the files")):
         names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])
         if names:
             message = f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}"
@@ -84,14 +84,14 @@ def _finding(value: str, message: str, fix: str) -> Finding:
 
 
 def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Path) -> PeftModel:
-    """The model with its adapters, made as by `attach` but of meta tensors. Raises ConfigError as `attach` does."""
+    """The model with adapters, as `attach` makes them, but with meta tensors. Raises ConfigError as `attach` does."""
     try:
         with on_meta_device():
             adapted = attach(base, plan)
     except ConfigError as error:
         if plan.method.adapter is None or not isinstance(error.__cause__, RuntimeError):
             raise
-        # With some settings, sizes of a method's tensors depend on values, which meta tensors lack, so zeros take their place.
+        # With some settings, the sizes of a method's tensors depend on values. Meta tensors have none, so zeros are used instead.
         return attach(build_with_lazy_zeros(plan, directory), plan)
     if not plan.method.autocast_adapter_dtype:
         _hold_as_the_base(adapted, base.dtype)
@@ -99,7 +99,7 @@ def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Pa
 
 
 def _hold_as_the_base(adapted: PeftModel, loaded: torch.dtype) -> None:
-    """Give adapter tensors the element type of their base layer, as PEFT does for an added adapter off the meta device.
+    """Give adapter tensors the element type of their base layer, as PEFT does outside the meta device.
 
     For quantized weights, this is the type in which they compute, however they are stored. Magnitudes are computed from the
     weights before quantization, of element type `loaded`.

@@ -14,7 +14,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 def source_difference(source: Path, made: Path, added: AddedTokens) -> str | None:
-    """A description of how the weights in `made` differ from those in `source` with rows for these tokens; None if they do not.
+    """A description of how the weights in `made` differ from those in `source`, apart from added rows; None if they do not.
 
     The rows of added tokens are not compared, since they belong to no token of the source. Raises OSError.
     """
@@ -23,9 +23,9 @@ def source_difference(source: Path, made: Path, added: AddedTokens) -> str | Non
     except MergeError as error:
         return f"cannot be read ({error})"
     if expected.tensors.keys() != actual.tensors.keys():
-        return f"holds different tensors from the base in {source}, of which it was made"
+        return f"holds different tensors from the base in {source}, from which it was made"
     name = next((name for name in expected.tensors if not _is_kept(expected, actual, name, added)), None)
-    return None if name is None else f"holds values of {name} that differ from the base in {source}, of which it was made"
+    return None if name is None else f"holds values of {name} that differ from the base in {source}, from which it was made"
 
 
 def _is_kept(expected: Checkpoint, actual: Checkpoint, name: str, added: AddedTokens) -> bool:

@@ -16,7 +16,7 @@ from finetune_trainer.errors import ModelError
 from finetune_trainer.files import TEMPLATES, links_outside
 
 UNUSABLE_FILE = "model-file-unusable"
-"""Id of the rule. If it is broken, nothing may open the directory's files."""
+"""Id of the rule about entries that nothing may open."""
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_BYTES: Mapping[str, int] = {
     "config.json": 16 << 20,
@@ -36,7 +36,7 @@ MAX_BYTES: Mapping[str, int] = {
 """File name -> largest accepted size, some ten times that of the largest such file in use."""
 _KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 FIELD = "spec.model.source"
-_FIX_LINK = "put the file itself there, or what it leads to on the same claim"
+_FIX_LINK = "replace the link by the file itself, or put its target on the same claim"
 
 
 def require_links_inside(directory: Path, root: Path) -> None:

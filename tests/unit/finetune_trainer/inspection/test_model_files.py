@@ -45,7 +45,7 @@ def test_a_link_that_leads_out_of_the_claim_is_named_with_its_target(model: Path
     (finding,) = inspect_model_files(model, "pvc://models/tiny", claim).findings
     assert (finding.rule, finding.severity, finding.value) == ("model-file-unusable", "error", "tokenizer.json")
     assert finding.message == f"tokenizer.json is a link to {secret}, which is outside {claim}"
-    assert finding.fix == "put the file itself there, or what it leads to on the same claim"
+    assert finding.fix == "replace the link by the file itself, or put its target on the same claim"
     with pytest.raises(ModelError, match=f"spec.model.source: {model}/tokenizer.json is a link to {secret}"):
         require_links_inside(model, claim)
 
