@@ -1,1 +1,1 @@
-"""The objective of a run, which computes from batches of records a loss that adds up over ranks and micro-steps."""
+"""The objective of a run. Its losses on batches of records can be summed over ranks and micro-steps."""

@@ -27,7 +27,7 @@ class Targets:
     labels: torch.Tensor
     """Tokens: `labels[n]` is what row `rows[n]` should predict."""
     weight: float
-    """Factor by which the sum is multiplied."""
+    """Factor of the summed loss."""
 
 
 def cross_entropy_of_linear(
@@ -35,8 +35,8 @@ def cross_entropy_of_linear(
 ) -> torch.Tensor:
     """Compute targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
 
-    hidden [..., H] flattened to rows, weight [V, H], bias [V]; `dtype`: element type of the products. log p, and the sums over
-    parts of the gradients of weight and bias, are float32. Differentiable once.
+    hidden [..., H] is flattened to rows; weight [V, H], bias [V]; dtype: element type of the products. log p and the gradients of
+    weight and bias, which are summed over parts, are float32. Differentiable once.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)
@@ -53,24 +53,24 @@ def cross_entropy_of_linear(
 def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], targets: Targets) -> torch.Tensor:
     """Compute the sum of `cross_entropy_of_linear` for any output layer.
 
-    rows: [N, ...], those that `targets` names. to_logits: converts n of these rows to logits [n, V]. The logits of a part are
+    rows: the rows [N, ...] that `targets` names. to_logits: converts n of these rows to logits [n, V]. The logits of a part are
     computed again in backward.
     """
     if not len(targets.labels):
         # An empty sum must still depend on everything that is trained, or else backward hooks would not run on this rank.
         return to_logits(rows).float().sum() * targets.weight
 
-    def part_sum(some: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(to_logits(some).float(), labels, reduction="sum")
+    def part_sum(part_rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(to_logits(part_rows).float(), labels, reduction="sum")
 
     total = _zero(rows.device)
     num_rows = ROWS_RECOMPUTED
     for start in range(0, len(rows), num_rows):
-        some, labels = rows[start : start + num_rows], targets.labels[start : start + num_rows]
+        part_rows, labels = rows[start : start + num_rows], targets.labels[start : start + num_rows]
         if torch.is_grad_enabled():
-            total = total + checkpoint(part_sum, some, labels, use_reentrant=False, preserve_rng_state=False)
+            total = total + checkpoint(part_sum, part_rows, labels, use_reentrant=False, preserve_rng_state=False)
         else:
-            total = total + part_sum(some, labels)
+            total = total + part_sum(part_rows, labels)
     return (total * targets.weight).float()
 
 
@@ -93,39 +93,39 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows = flat.index_select(0, targets.rows).to(dtype)
         matrix, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        of_rows = torch.empty_like(rows) if needs_hidden else None
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
-        of_bias = torch.zeros(weight.shape[:1], dtype=torch.float32, device=weight.device) if needs_bias else None
+        rows_gradient = torch.empty_like(rows) if needs_hidden else None
+        weight_gradient = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        bias_gradient = torch.zeros(weight.shape[:1], dtype=torch.float32, device=weight.device) if needs_bias else None
         factor = torch.full((), targets.weight, dtype=torch.float32, device=hidden.device)
         total = _zero(hidden.device)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in parts(len(rows), weight.shape[0], hidden.device):
                 logits = functional.linear(rows[part], matrix, offset)
-                added, of_logits = _with_gradient(logits, targets.labels[part], factor)
+                added, logits_gradient = _with_gradient(logits, targets.labels[part], factor)
                 total += added
-                if of_rows is not None:
-                    torch.mm(of_logits, matrix, out=of_rows[part])
-                if of_weight is not None:
-                    _add_product(of_weight, of_logits.t(), rows[part])
-                if of_bias is not None:
-                    of_bias += of_logits.sum(0, dtype=torch.float32)
-                # Otherwise they would exist until the next part's are computed: on a GPU, 2^27 values.
-                del logits, of_logits
-        if of_rows is not None:
+                if rows_gradient is not None:
+                    torch.mm(logits_gradient, matrix, out=rows_gradient[part])
+                if weight_gradient is not None:
+                    _add_product(weight_gradient, logits_gradient.t(), rows[part])
+                if bias_gradient is not None:
+                    bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
+                # Otherwise both would exist while the next part's are computed: on a GPU, 2^27 values.
+                del logits, logits_gradient
+        if rows_gradient is not None:
             whole = torch.zeros_like(flat)
-            whole.index_copy_(0, targets.rows, of_rows.to(flat.dtype))
-            ctx.of_hidden = whole.view(hidden.shape)
-        ctx.of_weight = None if of_weight is None else of_weight.to(weight.dtype)
-        ctx.of_bias = None if of_bias is None or bias is None else of_bias.to(bias.dtype)
+            whole.index_copy_(0, targets.rows, rows_gradient.to(flat.dtype))
+            ctx.hidden_gradient = whole.view(hidden.shape)
+        ctx.weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
+        ctx.bias_gradient = None if bias_gradient is None or bias is None else bias_gradient.to(bias.dtype)
         return (total * targets.weight).float()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_loss: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
         # Gradients are scaled in place, since only this function holds them and they are used once.
-        gradients = [getattr(ctx, name, None) for name in ("of_hidden", "of_weight", "of_bias")]
-        scaled = [None if gradient is None else gradient.mul_(of_loss) for gradient in gradients]
-        ctx.of_hidden = ctx.of_weight = ctx.of_bias = None
+        gradients = [getattr(ctx, name, None) for name in ("hidden_gradient", "weight_gradient", "bias_gradient")]
+        scaled = [None if gradient is None else gradient.mul_(loss_gradient) for gradient in gradients]
+        ctx.hidden_gradient = ctx.weight_gradient = ctx.bias_gradient = None
         return (*scaled, None, None)
 
 

@@ -65,7 +65,7 @@ def install(model: nn.Module) -> None:
     if isinstance(head, nn.Module) and returns_output_of_head(base):
         head.forward = _ScoringForward(head, head.forward)
     else:
-        log.info("%s does more to its logits than compute them; they are kept whole", type(base).__name__)
+        log.info("%s changes the output of its output layer, so all logits are kept", type(base).__name__)
 
 
 class _ScoringForward:
@@ -133,6 +133,6 @@ def returns_output_of_head(model: PreTrainedModel) -> bool:
             head.forward = remember
             logits = skeleton(input_ids=torch.zeros(1, 8, dtype=torch.int64), use_cache=False).logits
     except Exception as error:  # noqa: BLE001 - code of any model, even remote code; whole logits always work
-        log.info("%s cannot be asked what it does to its logits: %s", type(model).__name__, error)
+        log.info("it is unknown whether %s changes its logits, so all are kept: %s", type(model).__name__, error)
         return False
     return len(returned) == 1 and logits is returned[0]

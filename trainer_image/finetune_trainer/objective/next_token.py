@@ -51,14 +51,14 @@ class NextToken:
         if loss is None:
             rows = output.flatten(0, -2).index_select(0, targets.rows)
             return cross_entropy_of(rows, lambda logits: logits, targets)
-        is_what_the_head_returned = output is loss
-        if not is_what_the_head_returned:
-            raise InvariantError("the model changed what its output layer returned, so the loss is not that of its logits")
+        is_output_of_head = output is loss
+        if not is_output_of_head:
+            raise InvariantError("the model changed the result of its output layer, so the loss is not that of its logits")
         return loss
 
 
 def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Targets:
-    """Return the targets of `labels` [B, T], which are not shifted, and on the CPU, so that searching them blocks no device."""
+    """Return the targets of `labels` [B, T]: not shifted, and on the CPU, so that searching them does not wait for a device."""
     num_rows, length = labels.shape
     following = torch.full((num_rows, length), IGNORED_LABEL, dtype=labels.dtype)
     following[:, :-1] = labels[:, 1:]

@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Meaning(Enum):
-    """The thing that a whole number in a configuration counts."""
+    """The quantity that a whole number in a configuration counts."""
 
     LAYERS = "layers"
     HEADS = "attention heads"
@@ -98,7 +98,7 @@ NOT_A_WIDTH = re.compile(
 )
 TOKEN_ID = re.compile(r"_token_(id|index)s?$")
 LAYER_INDICES = re.compile(r"(layers|layer_ids|idxs|indices|indexes|_index)$")
-"""Names of lists that hold numbers of layers."""
+"""Names of lists of layer numbers."""
 PERIODS: dict[str, str | None] = {
     "decoder_sparse_step": None,
     "sliding_window_pattern": None,
@@ -115,7 +115,7 @@ PERIODS: dict[str, str | None] = {
     "layer_group_size": None,
     "prefix_dense_sliding_window_pattern": None,
 }
-"""Fields that make every n-th layer one of another kind -> the field for the first such layer, if there is one."""
+"""Fields that make every n-th layer different -> the field for the first such layer, if there is one."""
 EXPLAINED_BY_TYPES = _names("sliding_window_pattern _sliding_window_pattern full_attention_interval no_rope_layer_interval")
 """Fields that are superfluous if the configuration lists the type of each layer."""
 FIRST_LAYERS = _names("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index")

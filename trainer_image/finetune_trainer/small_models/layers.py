@@ -61,7 +61,7 @@ def choose_layers(config: Mapping[str, Any], of_each_kind: int = 1) -> KeptLayer
     count = layer_count(config)
     if count is None:
         return None
-    columns = [of_layers for name, value in config.items() if (of_layers := _of_layers(name, value, count)) is not None]
+    columns = [by_layer for name, value in config.items() if (by_layer := _of_layers(name, value, count)) is not None]
     # Layers are of the same kind if their settings, as JSON, are equal.
     kinds = tuple(json.dumps([column[layer] for column in columns], default=str) for layer in range(count))
     period = _longest_period(config)
@@ -93,8 +93,8 @@ def cut_layers(config: Mapping[str, Any], layers: KeptLayers) -> dict[str, Any]:
             changed[name] = [number for number, layer in enumerate(layers.kept) if layer in value]
         elif is_per_layer(value, count):
             changed[name] = [value[layer] for layer in layers.kept]
-        elif (of_layers := _of_layers(name, value, count)) is not None:
-            of_kept = [of_layers[layer] for layer in layers.kept]
+        elif (by_layer := _of_layers(name, value, count)) is not None:
+            of_kept = [by_layer[layer] for layer in layers.kept]
             if isinstance(value, list):
                 changed[name] = [[[kind], 1] for kind in of_kept]
             elif name not in LAST_INDEX:
@@ -119,7 +119,7 @@ def holds_layer_numbers(name: str, value: Any, count: int) -> bool:
     if not isinstance(value, list) or LAYER_INDICES.search(name) is None:
         return False
     are_numbers = all(isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count for number in value)
-    return are_numbers and all(one < next_one for one, next_one in pairwise(value))
+    return are_numbers and all(first < second for first, second in pairwise(value))
 
 
 def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""Search for the smallest scaled-down copy of a model that can be built and computed.
+"""Search for the smallest scaled-down copy of a model that can be built and run.
 
 The smallest configuration is tried first. If it does not work, some of the model's own sizes are restored, until a configuration
 works or time is up.
@@ -43,7 +43,7 @@ def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[st
             first_problem = first_problem or problem
         if time.monotonic() > deadline:
             break
-    raise NoSmallModelError(f"no small model of this architecture could be built; the first that was tried: {first_problem}")
+    raise NoSmallModelError(f"no small model of this architecture could be built; the first attempt failed: {first_problem}")
 
 
 def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallConfig]:
@@ -68,7 +68,7 @@ def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallCo
 def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> PreTrainedModel:
     """Build the small model with random float32 weights and test a forward and a backward pass. Raises what its code raises."""
 
-    def made(seeded: bool) -> PreTrainedModel:
+    def built(seeded: bool) -> PreTrainedModel:
         if seeded:
             torch.manual_seed(plan.training.seed)
         return AutoModelForCausalLM.from_config(
@@ -79,10 +79,10 @@ def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> Pr
         )
 
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in made(seeded=False).parameters())
+        size = sum(parameter.numel() for parameter in built(seeded=False).parameters())
     if size > MOST_PARAMETERS:
         raise NoSmallModelError(f"it still has {size} parameters")
-    model = made(seeded=True)
+    model = built(seeded=True)
     model.train()
     allowed = sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config))
     tokens = torch.tensor([allowed[:_TRIED_TOKENS]])
@@ -94,10 +94,10 @@ def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> Pr
 
 def special_tokens(described: dict[str, Any]) -> set[int]:
     """Return the tokens that a configuration names, except end-of-sequence tokens."""
-    found: set[int] = set()
+    special: set[int] = set()
     for name, value in described.items():
         if isinstance(value, dict):
-            found |= special_tokens(value)
+            special |= special_tokens(value)
         elif TOKEN_ID.search(str(name)) and not name.startswith("eos"):
-            found |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
-    return found
+            special |= {token for token in (value if isinstance(value, list) else [value]) if type(token) is int}
+    return special

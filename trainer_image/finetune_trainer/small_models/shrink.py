@@ -19,7 +19,7 @@ from finetune_trainer.small_models.sizes import small_rope, small_sizes, width_o
 
 VOCABULARY = 512
 _ODD = 64
-"""Divided by this, both vocabulary sizes have the same remainder, since it matters whether ranks can share rows evenly."""
+"""Both vocabulary sizes have the same remainder modulo this, since it matters whether ranks can share rows evenly."""
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter", "drop_path")
 """Parts of the names of fields that make training draw random numbers."""
 _ROPE = ("rope_parameters", "rope_scaling")
