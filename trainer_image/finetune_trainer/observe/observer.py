@@ -44,7 +44,7 @@ from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.ranks.restarts import read_restarts
 
 _RESUMED = ("epoch", "loss", "learning_rate")
-"""Fields of Progress that only the history holds, and no checkpoint."""
+"""Fields of Progress that the history holds, but no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Observer:
         """Report that a checkpoint has been taken."""
 
     def interval_for_losses(self) -> float | None:
-        """Return the best time between saves, in seconds, by the losses so far; None without losses or on other ranks."""
+        """Return the best time between saves in seconds, given the losses so far; None without losses or on other ranks."""
         return None
 
     def facts(self) -> dict[str, str]:
@@ -114,7 +114,7 @@ class Observer:
 def observing(
     run: ObservedRun, state: RunState, stopwatch: Stopwatch, port: int, is_stalled: Callable[[], bool]
 ) -> Iterator[Observer]:
-    """Yield the observer for the body; trackers are informed how the body ended. Raises OSError."""
+    """Yield the observer for the body, and report to trackers how the body ended. Raises OSError."""
     if not run.gang.is_first:
         yield Observer()
         return
@@ -179,9 +179,9 @@ class Reporter(Observer):
         self._goodput = GoodputRecorder(workspace.accounts, start, stopwatch)
         self._window = PaceWindow()
         self._step = run.first_step
-        known = device_of(product)
-        self._peak, self._cost = known.flops if known is not None else None, None
-        if known is not None or run.reached is not None:
+        device_model = device_of(product)
+        self._peak, self._cost = device_model.flops if device_model is not None else None, None
+        if device_model is not None or run.reached is not None:
             model = build_on_meta(run.context.plan, run.context.base_model)
             trained = attach(model, run.context.plan) if run.context.plan.method.trains_adapter else model
             self._cost = model_cost(trained, model.config)
@@ -292,17 +292,17 @@ class Reporter(Observer):
         self._run_metrics.update(totals, checkpoint_step=complete, **moment)
 
     def _checkpoint_interval(self, step_seconds: float) -> float | None:
-        asked = self._run.context.plan.checkpoint
-        intervals = [asked.every_steps * step_seconds, asked.every_seconds or 0]
-        if asked.adaptive and (for_losses := self.interval_for_losses()) is not None:
+        plan = self._run.context.plan.checkpoint
+        intervals = [plan.every_steps * step_seconds, plan.every_seconds or 0]
+        if plan.adaptive and (for_losses := self.interval_for_losses()) is not None:
             intervals.append(max(for_losses, step_seconds))
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
-    def _share(self, flops_per_second: float | None, of: float | None) -> float | None:
-        """Return this speed as a share of the speed of all devices. of: the speed of one device."""
-        if flops_per_second is None or of is None:
+    def _share(self, flops_per_second: float | None, device_flops: float | None) -> float | None:
+        """Return this speed as a share of the speed of all devices. device_flops: the speed of one device."""
+        if flops_per_second is None or device_flops is None:
             return None
-        return flops_per_second / (of * self._run.gang.world_size)
+        return flops_per_second / (device_flops * self._run.gang.world_size)
 
 
 def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:

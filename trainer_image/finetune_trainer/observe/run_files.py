@@ -32,7 +32,7 @@ LONGEST_GAP_SECONDS = 60.0
 
 
 class History:
-    """The history. Losing its last lines in a crash does no harm, because a resumed run writes them again."""
+    """The history file. Losing its last lines in a crash does no harm, because a resumed run writes them again."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         """resumed_step: the step after which the run continues; None for a run from the start. Raises OSError."""

@@ -76,7 +76,7 @@ def unknown_trackers(plan: RunPlan) -> Finding | None:
         severity="error",
         field=FIELD,
         value=", ".join(unknown),
-        message=f"no package in the trainer image offers a tracker of this name; offered are: {', '.join(offered)}",
+        message=f"no package in the trainer image offers a tracker of this name; it offers: {', '.join(offered)}",
         fix=f"{write}use a trainer image with a package that has an entry point of this name in the group {GROUP}, or remove the "
         "name",
     )
@@ -136,7 +136,7 @@ class _Feed:
         """Wait until the thread has ended or the time is over."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            log.warning("tracker %s did not end within %.0f s and is left behind", self._name, seconds)
+            log.warning("tracker %s did not end within %.0f s and is abandoned", self._name, seconds)
         if self._dropped:
             log.warning("tracker %s was too slow: %d lines were dropped", self._name, self._dropped)
 

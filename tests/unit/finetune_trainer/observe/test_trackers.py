@@ -105,7 +105,7 @@ def test_unknown_names_are_found_before_anything_starts() -> None:
     assert finding is not None
     assert (finding.rule, finding.severity) == ("tracker-unknown", "error")
     assert (finding.field, finding.value) == ("spec.training.trackers", "nobody")
-    assert "offered are: absent, breaking, hanging, notebook, tensorboard" in finding.message
+    assert "it offers: absent, breaking, hanging, notebook, tensorboard" in finding.message
     assert finding.fix.startswith("use a trainer image with a package")
     finding = unknown_trackers(plan_of(tiny_spec(training={"trackers": ["Notebook", "nobody"]})))
     assert finding is not None
