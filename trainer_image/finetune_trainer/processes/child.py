@@ -48,7 +48,7 @@ class ThreadsAtForkError(RuntimeError):
 
 
 class Exceeded(StrEnum):
-    """A bound because of which the parent killed a child."""
+    """The bound that a child exceeded, so that its parent killed it."""
 
     TIME = "did not end in time"
     OUTPUT = "wrote more than it may"
@@ -75,13 +75,13 @@ class ChildEnd:
 
 
 class ChildOutput:
-    """Output of another process, read from a descriptor, which the code that opened it must close."""
+    """Output of another process, read from a descriptor. Whoever opened the descriptor must close it."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         """max_bytes: largest number of bytes that may wait to be taken."""
         os.set_blocking(descriptor, False)
         self.descriptor, self.has_ended = descriptor, False
-        self._max_bytes, self._held = max_bytes, bytearray()
+        self._max_bytes, self._buffer = max_bytes, bytearray()
 
     def read(self) -> None:
         """Read what has been written, without waiting. Raises TooMuchOutputError."""
@@ -93,23 +93,23 @@ class ChildOutput:
             except ConnectionError:
                 block = b""
             self.has_ended = not block
-            self._held += block
-            if len(self._held) > self._max_bytes:
+            self._buffer += block
+            if len(self._buffer) > self._max_bytes:
                 raise TooMuchOutputError(f"more than {self._max_bytes} bytes")
 
     def take(self) -> bytes:
         """Return everything that was read and has not been taken yet."""
-        taken = bytes(self._held)
-        self._held.clear()
-        return taken
+        content = bytes(self._buffer)
+        self._buffer.clear()
+        return content
 
     def take_line(self) -> bytes | None:
         """Return the next line without its end, or None if no whole line has been read."""
-        end = self._held.find(b"\n")
+        end = self._buffer.find(b"\n")
         if end < 0:
             return None
-        line = bytes(self._held[:end])
-        del self._held[: end + 1]
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
         return line
 
 
@@ -190,7 +190,7 @@ def require_single_thread(pid: int) -> None:
     """Raise ThreadsAtForkError if the process has any thread besides its main thread, such as one of a native library."""
     others = [name for thread, name in sorted(threads(pid).items()) if thread != pid]
     if others:
-        raise ThreadsAtForkError(f"process {pid} cannot be forked, because it has more threads than one: {', '.join(others)}")
+        raise ThreadsAtForkError(f"process {pid} cannot be forked, because it has more than one thread: {', '.join(others)}")
 
 
 def threads(pid: int) -> dict[int, str]:
@@ -221,10 +221,10 @@ def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child
         die_with(parent)
         work()
         status = 0
-    except BaseException:  # noqa: BLE001 - nothing of the parent's may continue in the child
+    except BaseException:  # noqa: BLE001 - no code of the parent may continue in the child
         traceback.print_exc()
     finally:
-        # Nothing of the parent's may run a second time, and threads of libraries must not delay the end.
+        # The parent's cleanup must not run a second time, and threads of libraries must not delay the end.
         try:
             sys.stdout.flush()
             sys.stderr.flush()

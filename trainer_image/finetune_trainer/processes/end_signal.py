@@ -1,4 +1,4 @@
-"""A signal for which processes wait, and which can be given even if some of them were killed.
+"""A signal that processes wait for, and that can be given even if some of them were killed.
 
 `set` of multiprocessing's event waits until every waiting process has woken up: forever, if one was killed. Here the processes
 wait for the end of a pipe, which `set` closes without waiting. They also continue if the process that would give it exits.
@@ -18,7 +18,7 @@ class EndSignal:
         self._writer: Connection | None = writer
 
     def set(self) -> None:
-        """Let all processes go on."""
+        """Let all waiting processes continue."""
         if self._writer is not None:
             self._writer.close()
 

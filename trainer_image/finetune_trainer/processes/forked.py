@@ -96,7 +96,7 @@ class ChildResult(BaseModel):
         if self.error:
             return self.error
         ended = f"was killed by {signal.Signals(-self.code).name}" if self.code < 0 else f"exited with code {self.code}"
-        return f"a process {ended}; its last words: {self.log_tail[-400:].strip()}"
+        return f"a process {ended}; the end of its output: {self.log_tail[-400:].strip()}"
 
 
 _ANSWER = TypeAdapter(ChildResult)
@@ -159,7 +159,7 @@ def _ended(end: ChildEnd, log: Path) -> ChildResult:
             # The process ended by itself, so its answer says only whether its task raised an error.
             result = result.model_copy(update={"code": 1 if result.error else 0})
         except ValueError:
-            result = ChildResult(code=1, error="a process answered with something else than a result")
+            result = ChildResult(code=1, error="a process answered with something other than a result")
     tail = ""
     if result.code != 0:
         with contextlib.suppress(OSError), open_regular(log) as file:

@@ -1,4 +1,4 @@
-"""A library works on a user's file in a forked process with bounds; exceeding them is a finding.
+"""Lets a library work on a user's file in a forked process with bounds; exceeding them is a finding.
 
 A fork needs no imports and takes a hundredth of a second instead of two. The process's answer is bounded and validated, since the
 file may have taken control of it.
@@ -63,7 +63,7 @@ def limit_this_process(cpu_seconds: int | None = None) -> None:
 
 
 def limit_memory() -> None:
-    """Bound memory alone, for good. Exceeding the bound raises MemoryError or ends the process."""
+    """Bound memory alone, until this process ends. Exceeding the bound raises MemoryError or ends the process."""
     status = Path("/proc/self/status").read_text().splitlines()
     # Writable private memory, as RLIMIT_DATA counts it.
     used = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")), 0)

@@ -1,7 +1,7 @@
 """How processes of the trainer begin and end.
 
-They end with their parent and avoid torch if they can. Libraries have a million objects, so the garbage collector skips them, and
-so does the end of the process.
+They end with their parent and avoid torch if they can. Libraries have a million objects, which garbage collection and the end of
+the process skip.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def die_with(parent: int) -> None:
 
 
 def send_output_to(descriptor: int) -> None:
-    """Send this process's output, also that of native libraries, to a descriptor line by line, and close the descriptor."""
+    """Send this process's output, including that of native libraries, to a descriptor line by line, and close the descriptor."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(descriptor, 1)
@@ -79,7 +79,7 @@ def start_no_threads() -> None:
 
 
 def keep_torch_out() -> None:
-    """Make every import of torch in this process an ImportError, unless it is already imported."""
+    """Make imports of torch in this process raise ImportError, unless it is already imported."""
     if "torch" not in sys.modules:
         _keep_out("torch")
         os.environ[NO_ADVICE] = "1"
@@ -91,7 +91,7 @@ def torch_is_here() -> bool:
 
 
 def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
-    """Make every import of bitsandbytes in this process an ImportError, unless it is already imported or the plan may need it.
+    """Make imports of bitsandbytes in this process raise ImportError, unless it is already imported or the plan may need it.
 
     plan: None if nothing needs it.
 
@@ -130,7 +130,7 @@ def preload(*modules: str) -> None:
 def end(code: int) -> NoReturn:
     """End this process at once, after writing its output.
 
-    A normal end takes every module apart, which costs two seconds of CPU with torch, and threads of collective libraries can keep
+    A normal exit tears down every module, which costs two seconds of CPU with torch, and threads of collective libraries can keep
     a failed process from ending. Code that must run at the end is in the caller's context managers, not in `atexit`.
     """
     logging.shutdown()

@@ -29,9 +29,7 @@ def one_thread_for_each_operation() -> Iterator[int]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Return results in the order of the items. The number of threads is what an operation had before. Raises what `function`
-    raises.
-    """
+    """Call `function` for each item, in as many threads as one operation had; return results in order. Raises its errors."""
     with (
         one_thread_for_each_operation() as num_threads,
         ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,

@@ -34,7 +34,7 @@ def family() -> object:
         (b'{"code": -999, "value": 1}', ""),
         (b'{"error": "no"}', "no"),
         (b'{"code": -9, "error": "no"}', "no"),
-        (b"\x80\x04garbage", "a process answered with something else than a result"),
+        (b"\x80\x04garbage", "a process answered with something other than a result"),
         (b" " * (forked.ANSWER_BYTES + (1 << 17)), "a process wrote more than it may"),
     ],
 )
