@@ -39,11 +39,11 @@ def destination_unavailable(message: str) -> DestinationUnavailableError:
     """Return the error for requests that keep failing."""
     return DestinationUnavailableError(
         message,
-        "what is there is not sent again; check the way out of the cluster and the endpoints of the profile's spec.publish",
+        "files already there are not sent again; check the network access out of the cluster and the profile's spec.publish",
     )
 
 
-def access_denied(what: str, said: str, *, signed: bool, secret_holds: str) -> DestinationRefusedError:
+def access_denied(what: str, detail: str, *, signed: bool, secret_holds: str) -> DestinationRefusedError:
     """Return the error for HTTP status 401 or 403.
 
     signed: whether the request had credentials. secret_holds: what the Secret must hold and, for local runs, where it comes from.
@@ -52,17 +52,17 @@ def access_denied(what: str, said: str, *, signed: bool, secret_holds: str) -> D
         hint = f"the credentials of {SECRET_FIELD} ({secret_holds}) may not write there: check their rights and their expiry"
     else:
         hint = f"name a Secret with {secret_holds} in {SECRET_FIELD}"
-    return DestinationRefusedError(f"{what}: access is refused{said}", hint)
+    return DestinationRefusedError(f"{what}: access is refused{detail}", hint)
 
 
-def target_not_found(what: str, said: str, thing: str) -> DestinationRefusedError:
+def target_not_found(what: str, detail: str, kind: str) -> DestinationRefusedError:
     """Return the error for HTTP status 404."""
-    return DestinationRefusedError(f"{what}: there is no such {thing}{said}", f"create it, or correct {DESTINATION_FIELD}")
+    return DestinationRefusedError(f"{what}: there is no such {kind}{detail}", f"create it, or correct {DESTINATION_FIELD}")
 
 
-def out_of_space(what: str, said: str) -> DestinationRefusedError:
+def out_of_space(what: str, detail: str) -> DestinationRefusedError:
     """Return the error for an exceeded quota or size limit."""
     return DestinationRefusedError(
-        f"{what}: there is no room, or a file is larger than the destination takes{said}",
+        f"{what}: there is no room, or a file is larger than the destination accepts{detail}",
         "raise the quota or limit at the destination, or lower spec.merge.maxShardSize; files already there are not sent again",
     )

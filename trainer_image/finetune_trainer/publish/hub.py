@@ -91,7 +91,7 @@ class HubDestination:
                 return self._publication(commit, bytes_sent)
             log.info("%s: another commit came in between", self._shown)
         raise DestinationUnavailableError(
-            f"{self._shown}: others commit to it all the time", "publish when nothing else writes there"
+            f"{self._shown}: others keep committing to it", "publish when nothing else writes there"
         )
 
     def _publication(self, commit: str, bytes_sent: int) -> Publication:
@@ -102,7 +102,7 @@ class HubDestination:
         head = self._api.repo_info(self._repository).sha
         if head is None:
             raise DestinationUnavailableError(
-                f"{self._shown}: no commit is named", "check the profile's spec.publish.hubEndpoint"
+                f"{self._shown}: the Hub names no commit", "check the profile's spec.publish.hubEndpoint"
             )
         stored = self._stored(head)
         older = None
@@ -131,7 +131,7 @@ class HubDestination:
         """Send a file if it is large; return its entry for the commit and the number of bytes that were sent."""
         with ProvenReader(file, self._stop) as reader:
             addition = CommitOperationAdd(path_in_repo=file.name, path_or_fileobj=b"")
-            # This is the digest of the proven bytes; without it the library would hash the whole file again.
+            # This is the digest of the verified bytes; without it the library would hash the whole file again.
             addition.upload_info = UploadInfo(
                 size=file.size, sha256=bytes.fromhex(file.sha256), sample=reader.read(_SAMPLE_BYTES)
             )
@@ -156,7 +156,7 @@ class HubDestination:
         """Return the new commit, or None if the repository's head has changed meanwhile."""
         facts = release.facts
         try:
-            made = self._api.create_commit(
+            created = self._api.create_commit(
                 self._repository,
                 [*additions, *(CommitOperationDelete(path_in_repo=path, is_folder=False) for path in deleted)],
                 commit_message=f"{facts.get('job', 'Fine-tuned model')}: {facts.get('method', 'fine-tuning')}",
@@ -167,7 +167,7 @@ class HubDestination:
             if error.response.status_code in _CONFLICT:
                 return None
             raise
-        return str(made.oid)
+        return str(created.oid)
 
     def _checked(self, release: Release, commit: str) -> dict[str, StoredFile]:
         """Return the files of the commit. Raises DestinationRefusedError if it lacks a file of the release."""
@@ -197,13 +197,13 @@ class HubDestination:
 
     def _failure(self, what: str, error: HfHubHTTPError) -> Exception:
         status = error.response.status_code
-        passing = transient_failure(error.response, self._api.endpoint)
-        if passing is not None:
-            return passing
-        said = f" (HTTP status {status}){redacted_message(error.server_message)}"
+        transient = transient_failure(error.response, self._api.endpoint)
+        if transient is not None:
+            return transient
+        detail = f" (HTTP status {status}){redacted_message(error.server_message)}"
         if status in DENIED | ABSENT:
             # The Hub gives the same answer for a private repository as for a missing one, so both are reported alike.
-            return access_denied(f"{self._shown}: {what}", said, signed=self._token is not None, secret_holds=SECRET_HOLDS)
+            return access_denied(f"{self._shown}: {what}", detail, signed=self._token is not None, secret_holds=SECRET_HOLDS)
         return DestinationRefusedError(
-            f"{self._shown}: {what} is refused{said}", f"see what the Hub says, and check {DESTINATION_FIELD}"
+            f"{self._shown}: {what} is refused{detail}", f"see what the Hub says, and check {DESTINATION_FIELD}"
         )

@@ -48,23 +48,23 @@ class ForeignModelError(Exception):
 
 def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums: str | None) -> CommitChanges:
     """Determine which files to add and to delete. older_checksums: the repository's SHA256SUMS. Raises ForeignModelError."""
-    standing = {file.path: file for file in stored}
+    present = {file.path: file for file in stored}
     files = (*release.files, release.manifest)
     names = {file.name for file in files}
     listed = parse_checksums(older_checksums) if older_checksums is not None else None
     older: set[str] = set()
     if listed is not None and PROVENANCE in listed:
         # Files that were replaced since then no longer belong to the older release.
-        older = {path for path, sha256 in listed.items() if path in standing and standing[path].sha256 in (None, sha256)}
-        older |= {CHECKSUMS} | ({SIGNATURE} & standing.keys())
-    foreign = sorted(path for path in standing if path not in older and is_loadable(path) and path not in names)
+        older = {path for path, sha256 in listed.items() if path in present and present[path].sha256 in (None, sha256)}
+        older |= {CHECKSUMS} | ({SIGNATURE} & present.keys())
+    foreign = sorted(path for path in present if path not in older and is_loadable(path) and path not in names)
     if not older:
         # Without an older release of this product, files with the names of ours also belong to another model.
-        ours = [file for file in files if file.name in standing and is_loadable(file.name)]
-        foreign += sorted(file.name for file in ours if not is_stored(file, standing[file.name]))
+        ours = [file for file in files if file.name in present and is_loadable(file.name)]
+        foreign += sorted(file.name for file in ours if not is_stored(file, present[file.name]))
     if foreign:
         raise ForeignModelError(f"it holds {foreign[0]}{f' and {len(foreign) - 1} more files' if len(foreign) > 1 else ''}")
-    added = tuple(file for file in files if not is_stored(file, standing.get(file.name)))
+    added = tuple(file for file in files if not is_stored(file, present.get(file.name)))
     return CommitChanges(added, tuple(sorted(path for path in older if path not in names)))
 
 
@@ -80,6 +80,6 @@ def is_stored(file: ReleaseFile, stored: StoredFile | None) -> bool:
         return False
     if stored.sha256 is not None:
         return stored.sha256 == file.sha256
-    # This is the digest by which git names content.
+    # Git names content by this digest.
     content = read_proven(file)
     return stored.git_blob == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

@@ -36,7 +36,7 @@ CHUNK_BYTES = 16 * 1024**2
 """Number of bytes in one request. They are held in memory, and are few enough for proxies in front of a registry."""
 BLOBS_AT_ONCE = 4
 _GONE = frozenset({400, 404, 410, 416})
-"""Statuses with which registries reject an upload that they do not know, or of which they have other bytes."""
+"""Statuses with which registries reject an upload that they do not know, or that continues at another byte."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
 _ANY_MANIFEST = (
     f"{MANIFEST_TYPE}, application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.v2+json, "
@@ -113,7 +113,7 @@ class RegistryDestination:
             return tagged == digest
         if self._place.tag != DEFAULT_TAG:
             raise DestinationRefusedError(
-                f"{DESTINATION_FIELD}: {self._address}:{self._place.tag} names other content already ({tagged})",
+                f"{DESTINATION_FIELD}: {self._address}:{self._place.tag} already names other content ({tagged})",
                 f"name another tag, or delete this one; only `{DEFAULT_TAG}` moves from one result to the next",
             )
         log.info("%s:%s moves from %s to %s", self._address, self._place.tag, tagged, digest)

@@ -85,7 +85,7 @@ class Registry:
             raise target_not_found(self.shown, _status_text(answer, what), "repository")
         raise DestinationRefusedError(
             f"{self.shown}: the registry refuses the request{_status_text(answer, what)}",
-            "see whether the registry takes OCI artifacts, and check the address in spec.output.destination",
+            "check that the registry accepts OCI artifacts, and the address in spec.output.destination",
         )
 
     def location(self, answer: HttpResponse) -> str:

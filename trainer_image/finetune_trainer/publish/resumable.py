@@ -1,8 +1,7 @@
-"""Resumable uploads: a journal of what a destination holds, a reader that proves each file before it is sent, and threads.
+"""Resumable uploads: a journal of what a destination holds, a reader that verifies each file before it is sent, and threads.
 
-Both read from the workspace, where other pods may write: they follow no link, and an address in the journal is used only if it
-belongs to the registry. Lines of the journal are appended without a sync: a kill loses no line, and what a power cut loses is
-sent again.
+Other pods may write to the workspace, so no link there is followed, and an address in the journal is used only if it belongs to
+the registry. Lines of the journal are appended without a sync: a kill loses no line, and what a power cut loses is sent again.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from finetune_trainer.release.files import ReleaseFile
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 20
-"""Number of bytes that are proven, and held in memory, at a time."""
+"""Number of bytes that are verified, and held in memory, at a time."""
 
 
 class UploadJournal:
@@ -68,14 +67,14 @@ class UploadJournal:
 
 
 class ProvenReader(io.BufferedIOBase):
-    """A file of a release that hands out only proven bytes.
+    """A file of a release, of which only verified bytes can be read.
 
     Whoever chose the destination may read everything that arrives there, even from an upload that is never completed. So the
     whole file is hashed first, through the descriptor that is read later, and each block is compared with its hash when read.
     """
 
     def __init__(self, file: ReleaseFile, stop: threading.Event | None = None) -> None:
-        """Open and prove the file. stop: ends the proof and every read. Raises CheckpointError, StoppedError, OSError."""
+        """Open and verify the file. stop: ends this and every read. Raises CheckpointError, StoppedError, OSError."""
         super().__init__()
         self._released, self._stop, self.bytes_read = file, stop, 0
         self._offset, self._blocks, self._held = 0, list[bytes](), (-1, b"")
@@ -100,10 +99,10 @@ class ProvenReader(io.BufferedIOBase):
             self._blocks.append(hashlib.sha256(block).digest())
             remaining -= len(block)
         if remaining or self._file.read(1):
-            raise _damaged(self._released, f"it does not have the {self._released.size} bytes that it had")
+            raise _damaged(self._released, f"it no longer has {self._released.size} bytes")
         # The actual digest is not shown: it might be the digest of a secret.
         if digest.hexdigest() != self._released.sha256:
-            raise _damaged(self._released, f"its sha256 is not {self._released.sha256}, which was to be published")
+            raise _damaged(self._released, f"its sha256 is no longer {self._released.sha256}")
 
     def _check_stop(self) -> None:
         if self._stop is not None and self._stop.is_set():
@@ -166,7 +165,7 @@ def upload_all(upload: Callable[[ReleaseFile], T], files: Sequence[ReleaseFile],
 
 
 def read_proven(file: ReleaseFile) -> bytes:
-    """Read all bytes of a small file. Raises OSError, CheckpointError."""
+    """Read all bytes of a small file, verified. Raises OSError, CheckpointError."""
     with ProvenReader(file) as reader:
         return reader.read()
 

@@ -75,17 +75,17 @@ class BucketDestination:
     def _publish(self, release: Release) -> Publication:
         files = {self._prefix + file.name: file for file in release.files}
         manifest = self._prefix + release.manifest.name
-        there = self._existing_keys(release, set(files) | {manifest})
+        existing = self._existing_keys(release, set(files) | {manifest})
         self._abort_orphans(files)
         for key, file in files.items():
-            self._upload_file(key, file, exists=key in there)
+            self._upload_file(key, file, exists=key in existing)
         for key, file in files.items():
             # SHA256SUMS may only name what is really there, no matter who wrote it.
             if not self._is_there(key, file):
                 raise DestinationUnavailableError(
-                    f"{self._address}: {file.name} was there and is gone", "let nothing else write below the prefix"
+                    f"{self._address}: {file.name} existed and is gone", "let nothing else write below the prefix"
                 )
-        if manifest not in there:
+        if manifest not in existing:
             try:
                 self._bucket.put(manifest, read_proven(release.manifest), release.manifest.sha256)
             except ExistsError:  # another publication was faster, or an earlier request, whose answer was lost

@@ -209,17 +209,17 @@ class Bucket:
         return with_retries(f"{self.shown}: {what}", self._patience, self._stop, destination_unavailable, once)
 
     def _failure(self, refused: StoreRefusal, what: str) -> DestinationRefusedError:
-        said = f" ({refused}, {what})"
+        detail = f" ({refused}, {what})"
         if refused.is_full:
-            return out_of_space(self.shown, said)
+            return out_of_space(self.shown, detail)
         if refused.code == "RequestTimeTooSkewed":
-            return DestinationRefusedError(f"{self.shown}: says that this machine's clock is wrong{said}", "set the node's clock")
+            return DestinationRefusedError(f"{self.shown}: says that this node's clock is wrong{detail}", "set the node's clock")
         if refused.status in DENIED or refused.lacks_credentials:
             holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine whatever the tools of AWS use"
-            return access_denied(self.shown, said, signed=self._signed, secret_holds=holds)
+            return access_denied(self.shown, detail, signed=self._signed, secret_holds=holds)
         if refused.status == NOT_FOUND:
-            return target_not_found(self.shown, said, "bucket")
+            return target_not_found(self.shown, detail, "bucket")
         return DestinationRefusedError(
-            f"{self.shown}: the object store refuses the request{said}",
+            f"{self.shown}: the object store refuses the request{detail}",
             "check s3Endpoint and s3Region of the profile's spec.publish",
         )

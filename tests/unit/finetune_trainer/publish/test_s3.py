@@ -123,7 +123,7 @@ def test_an_object_that_vanishes_is_no_release(store: MemoryS3, tmp_path: Path) 
         return None
 
     store.before = forget
-    with pytest.raises(DestinationUnavailableError, match="was there and is gone"):
+    with pytest.raises(DestinationUnavailableError, match="existed and is gone"):
         publish(run(tmp_path, "first"))
     assert store.objects == {}
 
