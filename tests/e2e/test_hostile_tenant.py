@@ -449,7 +449,7 @@ def test_changed_weights_and_foreign_names_go_nowhere(seen: Seen) -> None:
         "a wrong password": ("PublishRefused: publish/DestinationRefused", ""),
         "changed weights": ("PublishRefused: publish/CheckpointInvalid", "sha256 is not"),
         "a name that leaves": ("PublishRefused: publish/CheckpointInvalid", "Nothing was read or sent"),
-        "a link": ("PublishRefused: publish/CheckpointInvalid", "a merge writes plain files alone. Nothing was read or sent"),
+        "a link": ("PublishRefused: publish/CheckpointInvalid", "a merge writes only plain files. Nothing was read or sent"),
     }.items():
         assert all(reason in seen.refusals[attack] for reason in reasons), (attack, seen.refusals[attack])
     assert seen.left == dict.fromkeys(seen.refusals, False)

@@ -53,13 +53,13 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
     wrong = sorted(name for name in {*stored, *trained} if stored.get(name) != trained.get(name))
     if wrong or not stored:
         raise CheckpointError(
-            f"{directory / ADAPTER_FILE}: holds {len(stored)} tensors, {len(trained)} were trained; first that differ: "
+            f"{directory / ADAPTER_FILE}: holds {len(stored)} tensors, but {len(trained)} were trained; the first that differ: "
             f"{wrong[:3]}",
             _HINT,
         )
-    if strange := sorted(name for name in stored if not name.startswith(PEFT_PREFIX)):
+    if unprefixed := sorted(name for name in stored if not name.startswith(PEFT_PREFIX)):
         raise CheckpointError(
-            f"{directory / ADAPTER_FILE}: PEFT would not find {strange[:3]}: names begin with {PEFT_PREFIX}", _HINT
+            f"{directory / ADAPTER_FILE}: PEFT would not find {unprefixed[:3]}: names begin with {PEFT_PREFIX}", _HINT
         )
     # Older releases did not read config.json and wrote the plan's name, so both names are accepted.
     names = dict.fromkeys((base_name(plan.model.name, base_model), plan.model.name))
@@ -68,7 +68,7 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
         if settings.get(key) not in allowed:
             named = " or ".join(repr(value) for value in allowed)
             raise CheckpointError(
-                f"{directory / ADAPTER_CONFIG_FILE}: {key} is {settings.get(key)!r}, by plan and base it is {named}", _HINT
+                f"{directory / ADAPTER_CONFIG_FILE}: {key} is {settings.get(key)!r}, but plan and base say {named}", _HINT
             )
     return serving_report(settings, {tensor.name: tensor.shape for tensor in header})
 
@@ -103,7 +103,7 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     settings: content of adapter_config.json. shapes: shapes of the tensors in adapter_model.safetensors, by name.
     """
     if settings.get("peft_type") != "LORA":
-        return ServingReport((f"it takes LoRA alone, and this is {settings.get('peft_type')}",), None)
+        return ServingReport((f"it supports only LoRA, and this is {settings.get('peft_type')}",), None)
     factors = [(match, shape) for name, shape in shapes.items() if (match := _FACTOR.fullmatch(name)) is not None]
     reasons = _refusals(settings, shapes)
     # The rank of a module is the number of rows of A (lora_A, or lora_embedding_A).
@@ -123,14 +123,14 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
         reasons.append(f"its rank is {largest}, and the highest --max-lora-rank is {VLLM_RANKS[-1]}")
     if reasons:
         return ServingReport(tuple(reasons), None, is_for_llama_cpp=is_for_llama_cpp)
-    notes = ["vLLM's class of the base model must take adapters on every module that this adapter changes"]
+    notes = ["vLLM's class of the base model must support adapters on every module that this adapter changes"]
     if any("lora_embedding_" in name for name in shapes):
-        notes.append("vLLM takes an adapter on an embedding only if its class of the base model names the embedding modules")
+        notes.append("vLLM supports an adapter on an embedding only if its class of the base model names the embedding modules")
     # Up to 0.31, vLLM ignored the patterns: it scaled every module by the lora_alpha and r of the settings.
     common = alpha / root(settings["r"])
     if others := [(module, scale) for module, scale in scales.items() if not math.isclose(scale, common)]:
         difference = f"rank_pattern or alpha_pattern make the scale {others[0][1]:g} for {others[0][0]} and {common:g} elsewhere"
-        notes.append(f"{difference}: take vLLM 0.32 or later")
+        notes.append(f"{difference}: use vLLM 0.32 or later")
     return ServingReport((), needed, tuple(notes), is_for_llama_cpp)
 
 
@@ -138,16 +138,16 @@ def _refusals(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     """List the reasons why vLLM does not serve an adapter, except its rank."""
     reasons = []
     if settings.get("use_dora"):
-        reasons.append("it has no DoRA")
+        reasons.append("it does not support DoRA")
     if settings.get("modules_to_save"):
         reasons.append(f"it replaces no whole modules, and modules_to_save names {', '.join(settings['modules_to_save'])}")
     if settings.get("bias", "none") != "none":
-        reasons.append(f"it takes no biases, and bias is {settings['bias']}")
+        reasons.append(f"it supports no biases, and bias is {settings['bias']}")
     if parameters := settings.get("target_parameters"):
         # In models that it does not know, vLLM guesses the layout of joined weights of experts; llama.cpp's script finds no
         # layer with that name.
         named = ", ".join(parameters)
-        reasons.append(f"what it makes of adapters of parameters depends on the model, and target_parameters names {named}")
+        reasons.append(f"its support for adapters of parameters depends on the model, and target_parameters names {named}")
     unknown, sides = [], dict[str, set[str]]()
     for name in shapes:
         if match := _FACTOR.fullmatch(name):
@@ -158,5 +158,5 @@ def _refusals(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
         more = f" and {len(unknown) - _SHOWN} more" if len(unknown) > _SHOWN else ""
         reasons.append(f"it knows no tensors called {', '.join(sorted(unknown)[:_SHOWN])}{more}")
     if alone := sorted(module for module, both in sides.items() if len(both) == 1):
-        reasons.append(f"{alone[0]} has one of lora_A and lora_B alone")
+        reasons.append(f"{alone[0]} has only one of lora_A and lora_B")
     return reasons

@@ -1,4 +1,4 @@
-"""SHA256SUMS, the list of a release: digests of all files by their names at the destination. Also reads the listed release.
+"""Writes SHA256SUMS, the digests of all files of a release by their names at the destination, and reads the listed release.
 
 The digests of weights come from the manifests that were written with them, so that no weight is read a second time. Before a file
 is sent, it is compared with its digest. Whoever can write to the claim can also write this list, and the pod that reads it has
@@ -174,10 +174,10 @@ def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha2
             return ReleaseFile(claim, path, name, os.fstat(file.fileno()).st_size, sha256)
     except (OutsideError, SpecialFileError) as error:
         raise CheckpointError(
-            f"{output.root / local}: {error.strerror}, and a merge writes plain files alone. Nothing was read or sent",
+            f"{output.root / local}: {error.strerror}, but a merge writes only plain files. Nothing was read or sent",
             f"find out who writes to the claim; {_AGAIN}",
         ) from error
     except OSError as error:
         raise CheckpointError(
-            f"{output.root / local}: {CHECKSUMS} names it, and it cannot be read ({error.strerror})", _INCOMPLETE
+            f"{output.root / local}: {CHECKSUMS} names it, but it cannot be read ({error.strerror})", _INCOMPLETE
         ) from error

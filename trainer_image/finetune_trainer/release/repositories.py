@@ -1,7 +1,7 @@
 """The repositories on the Hub into which a release is split.
 
 Loaders take a model from the top of a repository: PEFT's AutoPeftModel also uses the adapter's folder for the base, and vLLM
-knows no folders. So the adapter of a merged model gets a repository of its own.
+does not support folders. So the adapter of a merged model gets a repository of its own.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) ->
 
     events: steps at which the run was resumed.
     """
-    drawn = [replace(given, points=points) for given in series if (points := finite_points(given.points))]
+    drawn = [replace(curve, points=points) for curve in series if (points := finite_points(curve.points))]
     if not any(len(curve.points) > 1 for curve in drawn):
         return None
     steps, values = zip(*(point for curve in drawn for point in curve.points), strict=True)
@@ -126,7 +126,7 @@ def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
 
 
 def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float]:
-    """Choose about `_TICKS` round numbers between the two (or just around them), 1, 2 or 5 times a power of ten apart."""
+    """Choose about `_TICKS` round numbers between the bounds, 1, 2 or 5 times a power of ten apart. outward: just around them."""
     span = highest - lowest
     if span < SMALLEST:
         return [lowest]

@@ -194,7 +194,7 @@ class SourceOfRecords(StrictModel):
 
 
 class Warned(StrictModel):
-    """A finding of preflight that refused nothing."""
+    """A warning of preflight."""
 
     rule: Text
     message: Text
@@ -236,7 +236,7 @@ class Command(StrictModel):
 
 
 class Chosen(StrictModel):
-    """A value that the manifest left open, and that was chosen. null: preflight chose it."""
+    """A chosen value that the manifest left open. null: preflight chose it."""
 
     field: Text
     value: Text | None

@@ -25,9 +25,9 @@ MAX_PROMPT_TOKENS = 256
 """Records with longer prompts are skipped."""
 MAX_REFERENCE_TOKENS = 256
 TEXT_PROMPT_TOKENS = 32
-"""Prompt length for a record that is learnt from its beginning; half of a record that is shorter than twice this."""
+"""Prompt length for a record that is learnt from its beginning; shorter records are cut in half."""
 LOOKED_AT_PER_SAMPLE = 16
-"""Number of records among which each sample is looked for."""
+"""Number of records that are tried for each sample."""
 BUDGET = Budget(most_tokens=24, least_tokens=8, most_bytes=512 << 30)
 """Limits of the answers. An 8B model in 16 bits gives 17 tokens within them; a model larger than 32 GiB gives none."""
 

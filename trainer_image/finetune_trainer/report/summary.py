@@ -92,7 +92,7 @@ def verdict(facts: RunFacts) -> VerdictOfRun:
     if not facts.verification.passed:
         return VerdictOfRun(
             outcome=OutcomeOfMerge.FAILED,
-            text="The merged model failed its verification, so it is not a result. The adapter is whole.",
+            text="The merged model failed its verification, so it is not a result. The adapter is intact.",
         )
     return VerdictOfRun(
         outcome=OutcomeOfMerge.PASSED, text="The merged model passed its verification: it computes what base and adapter compute."

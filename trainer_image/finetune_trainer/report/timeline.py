@@ -34,7 +34,7 @@ class Timeline:
 
 
 def read_timeline(workspace: WorkspaceLayout, preflight: ModelReport | None) -> Timeline:
-    """Read the course of a finished run, without missing or unreadable parts. Raises OSError."""
+    """Read the course of a finished run; missing and unreadable parts are left out. Raises OSError."""
     text = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
     records = parse_records(read_lines(text))
     numbers = {record.attempt for record in records}

@@ -95,7 +95,7 @@ def test_the_rank_that_vllm_has_to_be_started_with(base, tmp_path, name, rank):
 @pytest.mark.parametrize(("name", "scale"), [("ranks", "0.888889"), ("alphas", "0.25"), ("same scaling", ""), ("rsLoRA", "")])
 def test_scales_that_differ_take_a_vllm_that_knows_them(base, tmp_path, name, scale):
     notes = check_adapter(tmp_path, written(base, tmp_path, LORA[name]), base).notes
-    told = [note for note in notes if "take vLLM 0.32 or later" in note]
+    told = [note for note in notes if "use vLLM 0.32 or later" in note]
     assert len(told) == bool(scale)
     assert all(f"the scale {scale} for model.layers.0.self_attn.q_proj and 2 elsewhere" in note for note in told)
 
@@ -135,7 +135,7 @@ def test_vllm_parses_the_names_as_module_and_factor():
     ):
         assert wrong in serving_report(settings, good | {wrong: (4, 8)}).text()
     lonely = {name: shape for name, shape in good.items() if "lora_A" in name}
-    assert "alone" in serving_report(settings, lonely).text()
+    assert "has only one of lora_A and lora_B" in serving_report(settings, lonely).text()
 
 
 @pytest.mark.parametrize("damage", ["missing", "added", "shape", "dtype", "prefix", "base", "revision", "cut"])
@@ -181,5 +181,5 @@ def test_an_adapter_of_a_release_that_did_not_ask_config_json_is_right(base, tmp
         config.write_text(json.dumps(settings | {"base_model_name_or_path": name}))
         assert check_adapter(tmp_path / "adapter", plan, named).is_served
     config.write_text(json.dumps(settings | {"base_model_name_or_path": "c/d"}))
-    with pytest.raises(CheckpointError, match="is 'c/d', by plan and base it is 'a/b' or 'pvc://models/base'"):
+    with pytest.raises(CheckpointError, match="is 'c/d', but plan and base say 'a/b' or 'pvc://models/base'"):
         check_adapter(tmp_path / "adapter", plan, named)
