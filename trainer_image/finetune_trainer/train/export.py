@@ -1,7 +1,7 @@
 """Convert the final checkpoint to the trained adapter or model, in the formats that PEFT and transformers read.
 
 The export reads the checkpoint's files instead of gathering from ranks. So all kinds of sharding take the same path, and what is
-exported is what was verified. Only rank 0 does it. A whole model is written one tensor at a time, in the layout of merge/plan.py.
+exported is what was verified. Only rank 0 exports. A whole model is written one tensor at a time, in the layout of merge/plan.py.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _export_adapter(
     check_saved(tensors, shapes)
     if set(fixed) != set(fixed_tensors(model)):
         raise InvariantError(
-            f"the adapter's fixed tensors are {sorted(fixed)[:3]}, PEFT writes {sorted(fixed_tensors(model))[:3]}"
+            f"the adapter's fixed tensors are {sorted(fixed)[:3]}, but PEFT writes {sorted(fixed_tensors(model))[:3]}"
         )
     if has_first_values(model):
         first = _first_values(context.workspace.first_values, manifest)
@@ -122,7 +122,7 @@ def _write_chat_templates(context: RunContext, directory: Path) -> None:
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """The adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other values."""
     if file_sha256(path) != manifest.origin.first_values:
-        raise InvariantError(f"{path} is not what the checkpoint of step {manifest.step} was trained from")
+        raise InvariantError(f"{path} does not hold the values from which the checkpoint of step {manifest.step} was trained")
     tensors: dict[str, torch.Tensor] = load_file(path)
     return tensors
 
@@ -229,11 +229,11 @@ def write_tensor_by_tensor(
         model.generation_config.save_pretrained(directory)
 
 
-def check_names(found: Iterable[str], expected: Iterable[str]) -> None:
+def check_names(stored: Iterable[str], expected: Iterable[str]) -> None:
     """Check that the checkpoint holds exactly the model's parameters. Raises InvariantError."""
     # Shapes and values are checked later, tensor by tensor. Here only names count, so all get the same empty tensor.
     nothing = torch.empty(0)
-    check_saved(dict.fromkeys(found, nothing), dict.fromkeys(expected, (0,)))
+    check_saved(dict.fromkeys(stored, nothing), dict.fromkeys(expected, (0,)))
 
 
 def _output(name: str, shape: tuple[int, ...], dtype: str) -> OutputTensor:

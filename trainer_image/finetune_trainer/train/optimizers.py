@@ -1,7 +1,7 @@
 """The plan's optimizer over the trainable parameters.
 
 AdamW is torch's fused form on every device: on a CPU it takes a quarter of the time of the other forms, is as close to a
-computation in float64, and does not depend on where a tensor was cut. The other optimizers use torch's foreach form, which
+computation in float64, and gives the same values wherever a tensor is cut. The other optimizers use torch's foreach form, which
 updates all tensors at once.
 """
 

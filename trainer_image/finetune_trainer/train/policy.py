@@ -1,7 +1,7 @@
 """Decisions of the training loop before and after each step: learning rate, evaluation, early stopping, loss scale.
 
-They are pure functions of the plan, the step and `RunState`, which every checkpoint holds, so a resumed run decides as an
-undisturbed one. This module imports no torch, since preflight also needs the number of steps.
+They are pure functions of the plan, the step and `RunState`, which every checkpoint holds, so a resumed run decides like an
+uninterrupted one. This module imports no torch, since preflight also needs the number of steps.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The training run of one rank: build, resume, loop, export.
 
-Pure functions (`policy`) decide what the loop does; it does that together with the other ranks, and informs the observer.
-Decisions depend only on the plan, the step, and `RunState`, so a resumed run decides as an undisturbed one.
+Pure functions (`policy`) decide what to do; the loop does it together with the other ranks, and informs the observer.
+Decisions depend only on the plan, the step, and `RunState`, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ class _Loop:
         if self.is_resumed:
             log.info("resuming after step %d of %d", self.step, self.total)
         else:
-            log.info("starting at step 0 of %d: the workspace knows of no checkpoint of this run", self.total)
+            log.info("starting at step 0 of %d: the workspace holds no checkpoint of this run", self.total)
             start = start_directory(context)
             if start is not None:
                 load_start(start, gang, self.model.pieces, self.checkpoints.origin)
-                log.info("the first parameters are those of the checkpoint %s", start)
+                log.info("training starts with the parameters of checkpoint %s", start)
 
     def _first_values(self) -> str | None:
         """Digest of the first values, if adapters start from the base's weights. Normally preflight has computed these values."""

@@ -109,11 +109,11 @@ def optimizer_step(
     # FSDP averages gradients over ranks, but the global mean over terms needs their sum.
     num_averaged = 1 if virtual else gang.world_size
     while True:
-        done = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
-        data_seconds += done.data_seconds
+        totals = compute_gradients(inputs, step=step, weight=scale * num_averaged / max(terms, 1))
+        data_seconds += totals.data_seconds
         gradients = local_gradients(model)
         # This is the only place in a step where the host waits for the device.
-        *losses, squares = torch.cat([done.losses, squared_norm(gradients, gang.device).double().view(1)]).tolist()
+        *losses, squares = torch.cat([totals.losses, squared_norm(gradients, gang.device).double().view(1)]).tolist()
         local_loss = summed_in_order(losses, virtual) if virtual else losses[0]
         if virtual and not gang.is_first:
             # Every rank already has the sums over all virtual ranks, so only the first rank contributes them.
@@ -121,7 +121,7 @@ def optimizer_step(
         by_rank = [0.0] * gang.world_size
         by_rank[gang.rank] = clock.seconds(data_seconds)
         total_loss, total_squares, total_tokens, total_squared_lengths, stop, *compute_seconds = gang.sum(
-            [local_loss, squares, float(done.tokens), float(done.squared_document_lengths), float(stop_requested), *by_rank]
+            [local_loss, squares, float(totals.tokens), float(totals.squared_document_lengths), float(stop_requested), *by_rank]
         )
         mean_loss = total_loss / num_averaged / scale
         norm = math.sqrt(total_squares) / scale if total_squares >= 0 else math.nan
@@ -129,12 +129,12 @@ def optimizer_step(
         if math.isfinite(norm) or not math.isfinite(mean_loss) or smaller is None:
             break
         optimizer.zero_grad(set_to_none=True)
-        log.info("step %d: gradients overflow where the loss is multiplied by %g; again with %g", step + 1, scale, smaller)
+        log.info("step %d: gradients overflow with loss scale %g; trying again with %g", step + 1, scale, smaller)
         scale = smaller
     if not (math.isfinite(mean_loss) and math.isfinite(norm)):
         raise NonFiniteError(f"step {step + 1}: loss is {mean_loss}, gradient norm is {norm}", NON_FINITE_HINT, step=step + 1)
     factor = (max_norm / norm if 0 < max_norm < norm else 1.0) / scale
-    # Without gradients: a rank may hold no element of any trained parameter.
+    # There are no gradients if this rank holds no element of any trained parameter.
     if gradients and factor != 1.0:
         torch._foreach_mul_(gradients, factor)
     set_learning_rate(optimizer, learning_rate)
@@ -169,20 +169,20 @@ def _passes(
     part. ends_step: whether this is the last round.
     """
     model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
-    done = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
+    totals = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
     for micro_step in range(training.gradient_accumulation_steps):
         batch, waited = inputs.batches.take(step, micro_step, number)
-        done.data_seconds += waited
+        totals.data_seconds += waited
         size = objective.size(batch)
-        done.tokens += size.tokens
-        done.squared_document_lengths += size.squared_document_lengths
+        totals.tokens += size.tokens
+        totals.squared_document_lengths += size.squared_document_lengths
         seed_forward_pass(training.seed, step, micro_step, gang.rank if rank is None else rank)
         is_last = ends_step and micro_step == training.gradient_accumulation_steps - 1
         with reducing(model, inputs.reduction, is_last=is_last):
             loss = objective.weighted_loss(model, batch, weight, gang.device, inputs.autocast)
             torch.autograd.backward(loss)
-        done.losses += loss.detach()
-    return done
+        totals.losses += loss.detach()
+    return totals
 
 
 def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: VirtualRanks) -> StepTotals:

@@ -1,8 +1,8 @@
 """Virtual ranks: the fixed parts of a global batch, whose gradients are summed in a fixed order on any number of ranks.
 
-With an ordered reduction, the plan's ranks are virtual. Each rank of a gang, which may have fewer ranks, computes consecutive
-ones. Random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of all in the
-order of their numbers, so the sum has the same bits for every size of the gang.
+With an ordered reduction, the plan's ranks are virtual. A gang may have fewer ranks, each of which computes consecutive virtual
+ranks. The random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of all
+in the order of their numbers, so the sum has the same bits for every size of the gang.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class VirtualRanks:
     def rounds(self) -> int:
         """Number of rounds, in each of which every rank computes one virtual rank.
 
-        A rank with fewer virtual ranks computes its last one again and drops the result, since gathering takes all ranks.
+        A rank with fewer virtual ranks computes its last one again and drops the result, since all ranks must join in gathering.
         """
         return -(-self.count // self.gang.world_size)
 

@@ -121,7 +121,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
 
 def test_a_start_at_step_0_is_said(undisturbed: RunContext) -> None:
     said = (undisturbed.claims_root / "said").read_text().splitlines()
-    assert said[0] == "starting at step 0 of 12: the workspace knows of no checkpoint of this run"
+    assert said[0] == "starting at step 0 of 12: the workspace holds no checkpoint of this run"
 
 
 def test_a_run_that_no_longer_gets_better_ends_well_with_its_best_checkpoint(undisturbed: RunContext) -> None:
