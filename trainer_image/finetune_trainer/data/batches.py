@@ -1,7 +1,7 @@
 """Turns prepared sequences into tensors. Reads only what a batch needs; the same indices give the same bytes on every machine.
 
-Called by training loop and verification. A sequence is one or more whole documents. Invariants: within a row, positions start at
-0 with each document, and with the padding after the last; by this transformers' attention (sdpa, eager; without a mask) separates
+The training loop and the verification use it. A sequence consists of one or more whole documents. Invariants: positions restart
+at 0 at each document of a row and at its padding, which is how transformers' attention (sdpa and eager, without a mask) separates
 them. The first token of a document is never supervised, because the token before it belongs to another document.
 """
 
@@ -47,9 +47,9 @@ class Batch:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start copying a host tensor to `device`, and do not wait until it is copied.
+    """Start copying a host tensor to `device`, without waiting for the copy.
 
-    A GPU copies in the background only from pinned pages.
+    Copies to a GPU are asynchronous only from pinned memory.
     """
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -85,7 +85,7 @@ class PreparedSplit:
 
     @property
     def num_documents(self) -> int:
-        """Number of different documents. If a data set's weight is above 1, several sequences may hold the same document."""
+        """Number of distinct documents. If a data set's weight is above 1, several sequences may hold the same document."""
         return len(self._tables.document_ends)
 
     @property

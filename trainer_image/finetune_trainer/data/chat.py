@@ -48,13 +48,13 @@ class ChatTemplate:
     """Name that templates use -> special token."""
     tracks_generation: bool
     asking: str
-    """The text that the template writes between a question and its answer when an answer is asked for."""
+    """The text that the template writes after a question's words to ask for an answer."""
     asks: bool
     """Whether the template writes something to ask for an answer."""
     headers: tuple[str, ...]
-    """Texts that open a turn of the assistant, the first of which asks for one. Empty if turns begin without such a text."""
+    """Texts that open a turn of the assistant; the first is the generation prompt. Empty if the template writes no such text."""
     stops: Mapping[str, int]
-    """Tokens that end a turn of the assistant, as text -> id of the last one. There are two if the last turn ends differently."""
+    """Text of the tokens that end an assistant's turn -> id of the last. There are two if a chat's last turn ends differently."""
     call_stops: Mapping[str, int]
     """Other tokens at which generation stops -> their ids. A turn that calls tools may end with these."""
 
@@ -73,7 +73,7 @@ class ChatTemplate:
         return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """Return the text without turns. Raises ChatError, also if a call of a tool is missing in the text."""
+        """Return the text without turns. Raises ChatError, also if a tool call is missing in the text."""
         text = self.render(messages, tools)
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if calling:
@@ -275,7 +275,7 @@ class ChatTemplate:
 
 
 def check_calls(number: int, message: Message, learnt: str) -> None:
-    """Raise ChatError if `learnt` lacks a call of a tool in the message, or holds one in a form that no server reads.
+    """Raise ChatError if `learnt` lacks a tool call of the message, or holds one in a form that no server reads.
 
     number: index of the message in its chat.
     """

@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, by its affinity and by the limit of its cgroups, which a container's `cpu` limit sets."""
+"""Counts the CPUs that this process may use, by its affinity and its cgroups' limits, which a container's `cpu` limit sets."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def kind_problem(path: Path, kinds: Sequence[str]) -> RecordProblem | None:
     """
     place, suffix = RecordPosition(path, 1), path.suffix.lower()
     if suffix in _OTHER:
-        return place.problem("", path.name, f"{suffix} files are not read: records are in {', '.join(kinds)}", _OTHER[suffix])
+        return place.problem("", path.name, f"{suffix} files are not read; records must be in {', '.join(kinds)}", _OTHER[suffix])
     with open_regular(path) as file:
         begin = file.read(_MARK_BYTES)
     for end, (mark, program) in _PACKED.items():

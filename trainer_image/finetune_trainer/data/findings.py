@@ -21,7 +21,7 @@ from finetune_trainer.likely_name import likely_address
 
 TRAIN, VALIDATION = "train", "validation"
 MAX_KEYS = 8
-"""Number of unread keys that are named."""
+"""Maximum number of unread keys that a finding names."""
 MAX_KINDS = 10
 """Number of kinds of mistakes reported per source; a file with more is most likely in another format."""
 
@@ -44,7 +44,7 @@ class SplitSource:
         return self.written or f"pvc://{self.location.claim}/{self.location.path}"
 
     def name(self, file: Path | str) -> str:
-        """Return a file of the source as the user refers to it."""
+        """Return the path of one of the source's files as the user refers to it."""
         below = Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else Path()
         return self.address if below == Path() else f"{self.address.rstrip('/')}/{below}"
 
@@ -71,7 +71,7 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
 
 
 def split_missing(source: SplitSource, wanted: Sequence[str], named_splits: Sequence[str]) -> Finding:
-    """The finding that no file name names the wanted split. named_splits: the splits that file names name, if any."""
+    """The finding that no file name contains the wanted split. named_splits: the splits that file names contain."""
     field = f"{source.field.removesuffix('source')}split" if source.split == VALIDATION else "spec.data.split"
     named = (
         f"its files are of the splits {', '.join(named_splits)}"
@@ -90,12 +90,12 @@ def split_missing(source: SplitSource, wanted: Sequence[str], named_splits: Sequ
 
 
 def unsplit_files(source: SplitSource, split: str, left_out: Sequence[Path]) -> Finding:
-    """The finding that names of some files name no split, in a directory where other names do."""
+    """The finding that some file names in a directory contain no split, although others do."""
     shown = ", ".join(str(path.relative_to(source.path)) for path in left_out[:4])
     return _of_source(
         source,
         "data-files-left-out",
-        f"{len(left_out)} of its files name no split and are not read ({shown}), since others do and {split} is wanted",
+        f"{len(left_out)} of its files name no split and are not read ({shown}), since others do and the split {split} is wanted",
         "rename them, or name them as a source of their own in spec.data.datasets",
     )
 
@@ -124,7 +124,7 @@ def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, i
     for problem, count in problems:
         rule = "data-preference-pairs" if problem.are_preferences else "data-record-invalid"
         if num_right >= count and not all(path.startswith(ROLES_PATH) for path in problem.changes):
-            # As many records or more are correct, and the suggested change of the manifest would make them wrong.
+            # At least as many records are correct, and the suggested change of the manifest would make them wrong.
             what = repr(problem.key) if problem.key else "it"
             problem = replace(problem, fix=f"write {what} as the other records of this source have it", changes={})
         findings.append(_of_records(source, rule, problem, count))

@@ -22,7 +22,7 @@ END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"
 
 
 def left_out_by(template: ChatTemplate, record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
-    """The problems of a record whose text is `chat`, with all of its turns."""
+    """The problems of what the template leaves out of a record. chat: the rendered record with all of its turns."""
     return (*_dropped_content(record, chat), *_unread_by(template, record))
 
 
@@ -81,8 +81,8 @@ def _dropped_content(record: Record, chat: RenderedChat) -> Iterator[RecordProbl
                 yield dropped(f"{place}.{key}", thought.strip(), reason, fix)
                 break  # several keys may hold the same thoughts
         if words.strip() not in learnt:
-            reason = "is left out or changed by the chat template, so it is not learnt as it is written there"
-            fix = "set a spec.data.chatTemplate that writes what the assistant says as it is, also where it calls tools"
+            reason = "is left out or changed by the chat template, so it is not learnt as written"
+            fix = "set a spec.data.chatTemplate that writes the assistant's content unchanged, also in turns with tool calls"
             yield dropped(f"{place}.content", words.strip(), reason, fix)
     for name in map(called_name, record.tools):
         if name not in chat.text:

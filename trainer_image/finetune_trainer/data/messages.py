@@ -27,7 +27,7 @@ MAX_KINDS_SENT = 100
 MAX_TEXT = 1000
 """Longest text of a problem, in characters. Keys in the user's data may have any length."""
 MAX_CHANGES = 256
-"""Most characters in the values of a problem's changes of the manifest. Longer changes appear only as text in the fix."""
+"""Maximum number of characters of a problem's changes of the manifest. Longer changes appear only as text in the fix."""
 MAX_TRACE = 20_000
 
 
@@ -89,7 +89,7 @@ def read_answer(line: bytes, file: Path) -> PartResult:
     try:
         answer = parse_answer(line, _ANSWER)
     except ValueError as error:
-        raise WorkerError("a process that prepares data wrote something else than a result") from error
+        raise WorkerError("a process that prepares data wrote something other than a result") from error
     cause = None if answer.error is None else _error(answer.error)
     if answer.result is None:
         raise cause or WorkerError(f"a process that prepares data failed:\n{answer.trace}")
@@ -106,7 +106,7 @@ def _line(answer: _Answer) -> bytes:
 
 
 def _shortened(problems: CountedProblems) -> CountedProblems:
-    """The problems with bounded texts. Their keys are numbers, which are shorter than their kinds."""
+    """Shorten the texts of problems. Their keys become numbers, which are shorter than their kinds."""
     short: CountedProblems = {}
     for number, (problem, count) in enumerate(list(problems.values())[:MAX_KINDS_SENT]):
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}

@@ -149,7 +149,7 @@ _RECORD_MEANINGS: Mapping[str, _Meaning] = {
 }
 """Key of a record -> its meaning."""
 _NOT_OF_TEXTS = frozenset({*_RATINGS, *_PREFERENCES, *_FLAGS, *_REWARDS, *MEDIA, _ROLE_MASK})
-"""Keys without this meaning in the text format: a record there has no answer, and is learnt whatever its class is."""
+"""Keys without such a meaning in the text format: its records have no answer, and are learnt whatever these keys say."""
 
 
 def unread_keys(
@@ -175,7 +175,7 @@ def unread_keys(
 
 
 def _is_followed(key: str, value: Any) -> bool:
-    """Whether a value that does not refuse the record asks for what this product does anyway."""
+    """Whether the product already does what this value asks for."""
     return (key in _FLAGS and _share(value) == 1) or (key == _ROLE_MASK and isinstance(value, str))
 
 
@@ -221,7 +221,7 @@ def without_flags(place: RecordPosition, key: str, turn: Mapping[str, Any], role
 
 
 def may_matter(turn: Mapping[str, Any]) -> Iterator[str]:
-    """Names of a turn's keys that matter only if the chat template reads them. A result's tool is also named by its call."""
+    """Yield a turn's keys that matter only if the template reads them. The name of a result's tool is also in the tool's call."""
     known = {*_TURN_NOTES, WEIGHT, *(["name"] if turn["role"] == "tool" else [])}
     return (key for key, value in turn.items() if key.lower() not in known and not is_empty(value))
 

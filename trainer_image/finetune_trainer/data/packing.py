@@ -21,7 +21,7 @@ Array = NDArray[Any]
 WINDOW_OCCURRENCES = 1 << 20
 """Number of document occurrences that are packed together. Beyond some ten thousand, sequences get no fuller."""
 BLOCK_DOCUMENTS = 1 << 18
-"""Number of documents that are looked at together to select those of a window."""
+"""Number of documents from which those of a window are selected at a time."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ def plan_windows(
 
 
 def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, stride: int) -> tuple[Array, Array]:
-    """Select, of every `stride`-th document, those that occur in a pass; return their numbers and how often each occurs.
+    """Select every `stride`-th document from `offset` on, if it occurs in a pass. Return their numbers and occurrences.
 
-    The documents are looked at in blocks: with a small weight only a few occur, so the others need not all be in memory.
+    This goes block by block: with a small weight only a few documents occur, so the others need not all be in memory.
     """
     documents_of_blocks, times, first = [], [], 0
     for data_set in data_sets:
@@ -112,8 +112,8 @@ def _units(weight: float) -> int:
 
 
 def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
-    """(documents, sequence_ends): the document numbers int64 [num_documents], sequence after sequence, and the exclusive end of
-    each sequence among them, int64 [num_sequences]. Each document is in one sequence; no sequence exceeds the limit (in tokens).
+    """Return (documents, sequence_ends): document numbers, sequence after sequence, int64 [num_documents]; and each sequence's
+    exclusive end among these, int64 [num_sequences]. Each document is in one sequence; no sequence exceeds the limit (in tokens).
 
     The documents of a sequence, and the first documents of the sequences, keep the given order. Raises ValueError for a length
     that is not in 1..max_sequence_length.

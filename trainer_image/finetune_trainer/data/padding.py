@@ -72,7 +72,7 @@ def _calls(turns: Iterable[Message]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _have_one_set_of_keys(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
-    """Whether calls of different tools all have the same arguments, as in a table. Then undescribed tools lose nulls."""
+    """Whether calls of different tools all have the same arguments, as in a table. If so, undescribed tools also lose nulls."""
     return len({name for name, _ in calls}) > 1 and len({frozenset(arguments) for _, arguments in calls}) == 1
 
 

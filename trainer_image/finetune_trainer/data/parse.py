@@ -273,7 +273,7 @@ def _template_arguments(source: _Source) -> Mapping[str, Any]:
         source.place.refuse(TEMPLATE_ARGUMENTS, as_json(written), f"is a {kind(written)}, not an object", "write an object")
     reserved = sorted(RESERVED_ARGUMENTS.intersection(arguments))
     if reserved:
-        reason = "has a name that the product gives to the template itself"
+        reason = "has a name that is reserved for the product's own arguments of the template"
         source.place.refuse(f"{TEMPLATE_ARGUMENTS}.{reserved[0]}", as_json(arguments[reserved[0]]), reason, "remove it")
     try:
         json.dumps(arguments)

@@ -133,7 +133,7 @@ def prepare(
 ) -> Preparation:
     """Read, check and tokenise the plan's records, unless `directory` already holds the same data.
 
-    tokenizer: that of `model_directory`. If None (it did not load, or the workspace is not writable), records are only checked.
+    tokenizer: the model's. If None (it did not load, or the workspace is not writable), records are only checked.
     num_workers: None means one for little data, else one for each CPU; 0 means this process alone. The bytes are the same. Raises
     OSError if the workspace fails, WorkerError if a process died, DataError if a file changed during the call.
     """

@@ -93,8 +93,8 @@ def read_file(
 ) -> Iterator[Record | RecordProblem]:
     """Yield every record of one file in order; a wrong record is replaced by its problem.
 
-    part: [start, stop) in bytes, if `can_be_parted`. The lines that begin there are read, so that parts that cover the file yield
-    each record once. Lines of a part count from 1; add `lines_before(path, start)`. Raises OSError as the file system does.
+    part: [start, stop) in bytes, if `can_be_parted`. The lines that begin there are read, so adjacent parts yield each record
+    once. A part's line numbers begin at 1; add `lines_before(path, start)`. Raises OSError as the file system does.
     """
     problem = kind_problem(path, KNOWN_EXTENSIONS)
     if problem is not None:

@@ -173,7 +173,7 @@ def _parsed(place: RecordPosition, encoded: bytes | str, data_format: DataFormat
 
 
 def _end_of_element(window: _Window) -> tuple[int, str]:
-    """Find the end of the element at `window.position` by brackets and quotes alone. Returns it, and the reason if it is missing.
+    """Find the end of the element at `window.position` by brackets and quotes alone. Returns it, and the reason if it has none.
 
     Thus the next element is found even if there is a mistake within this one.
     """

@@ -83,7 +83,7 @@ def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
     """The problem that the first line does not name the columns."""
     delimiter = next((mark for mark in _OTHER_DELIMITERS if len(header) == 1 and mark in header[0]), None)
     if delimiter is not None:
-        reason = f"is missing: the values are separated by {delimiter!r}, and commas separate those of a CSV file"
+        reason = f"is missing: the values are separated by {delimiter!r}, but a CSV file separates them by commas"
         return replace(problem, reason=reason, fix="save the file with commas between the values")
     reason = f"is missing: the first line of a CSV file names its columns, and this one holds {', '.join(map(repr, header[:4]))}"
     return replace(problem, reason=reason, fix=f"write the names of the columns into the first line, {problem.key} among them")
@@ -153,4 +153,4 @@ class _Rows:
     def broken(self, kind: str, error: Exception) -> RecordProblem:
         """The problem of a file that cannot be read to its end."""
         place = RecordPosition(self._path, self._number + 1, _ROW_UNIT)
-        return place.problem("", self._path.name, f"the file cannot be read on ({error})", f"write the {kind} file again")
+        return place.problem("", self._path.name, f"the file cannot be read further ({error})", f"write the {kind} file again")

@@ -42,7 +42,7 @@ MAX_RECORD_BYTES = 64 * 2**20
 
 Message = Mapping[str, Any]
 Unit = Literal["line", "record", "row"]
-"""Things that `line` of a record counts: lines of JSON Lines, CSV and text, places in a list, or rows of Parquet and Arrow."""
+"""Unit in which `line` of a record counts: lines of JSON Lines, CSV and text, records of a list, or rows of Parquet and Arrow."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Record:
     unit: Unit = field(default="line", compare=False)
     file: Path | None = field(default=None, compare=False)
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template that the record brings."""
+    """The record's own arguments of the chat template."""
     unread: tuple[str, ...] = field(default=(), compare=False)
     """Keys of the record in its file that are not read and may mean something."""
 

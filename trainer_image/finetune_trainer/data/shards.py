@@ -48,7 +48,7 @@ class PreparedDataError(DataError):
     """Prepared data is missing, incomplete or changed. It must be prepared again and not be used."""
 
     def __init__(self, path: Path, reason: str, prepared: Path) -> None:
-        super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, it prepares the data again")
+        super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, which prepares the data again")
 
 
 @dataclass(frozen=True)
@@ -184,6 +184,6 @@ def manifest_digest(body: Mapping[str, Any]) -> str:
 
 def encoded_manifest(value: Mapping[str, Any]) -> bytes:
     """Encode as canonical JSON, so that any changed byte is noticed, even if it changes only the formatting."""
-    # First as the value will be read back: numeric keys become texts, which are sorted differently.
+    # Numeric keys become strings in JSON, which sort differently, so they are converted before they are sorted.
     value = json.loads(json.dumps(value, allow_nan=False))
     return (json.dumps(value, sort_keys=True, indent=1, ensure_ascii=True, allow_nan=False) + "\n").encode()

@@ -1,6 +1,6 @@
 """Finds the files of a source that a manifest names, or the reason why they cannot be used.
 
-The name of a file shows its split by the words that the datasets library looks for, so that a directory means the same to both.
+A file's name shows its split by the words that the datasets library looks for, so both read a directory in the same way.
 This module is light, since it is also imported to look at the first records of a source (roles/look.py), not only to prepare all
 of them (sources.py).
 """
@@ -35,7 +35,7 @@ class SourceFiles:
     error: OSError | None = None
     """The error, if the source cannot be read."""
     refusal: Finding | None = None
-    """The finding, if its files are not what the manifest says."""
+    """The finding, if the files contradict the manifest."""
     warnings: tuple[Finding, ...] = ()
 
     @property

@@ -70,7 +70,7 @@ class DocumentDigests:
 
     @cached_property
     def _different(self) -> Array:
-        """The digests in ascending order, each once."""
+        """The distinct digests, in ascending order."""
         return np.unique(np.concatenate([np.empty(0, dtype="<u8"), *self._blocks]))
 
     @property
@@ -79,7 +79,7 @@ class DocumentDigests:
         return sum(map(len, self._blocks)) - len(self._different)
 
     def num_among(self, digests: Array) -> int:
-        """Number of `digests`, those of other documents, that are among the digests kept here."""
+        """Number of `digests` of other documents that are among the digests kept here."""
         if not len(self._different):
             return 0
         places = np.minimum(np.searchsorted(self._different, digests), len(self._different) - 1)
@@ -118,7 +118,7 @@ class Source:
     error: OSError | None = None
     """The error, if the source cannot be read."""
     refusal: Finding | None = None
-    """The finding, if its files are not what the manifest says."""
+    """The finding, if the files contradict the manifest."""
     files: dict[Path, str] = field(default_factory=dict)
     """Files in the order in which they are read -> their digests."""
     stamps: dict[Path, Stamp] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class Source:
             sums.found_length(bound, count)
 
     def findings(self, plan: DataPlan, *, is_tokenised: bool) -> list[Finding]:
-        """The findings about the source, known once all of it was read."""
+        """The findings about the source. Call this after all of it has been read."""
         named, sums = self.named, self.sums
         if self.error is not None:
             return [unreadable(named, self.error)]

@@ -1,4 +1,4 @@
-"""Suggests changes of a manifest with which records that use other keys can be read, judging by the keys of a record.
+"""Suggests changes of the manifest so that records with other keys can be read, judging by the keys of one record.
 
 parse.py calls this for the first missing key. A suggestion contains changes of the manifest if these are certainly what the user
 wants; otherwise it shows what a record should look like.
@@ -71,7 +71,7 @@ def suggest_for_table(columns: Mapping[str, Any]) -> Suggestion:
 
 
 def suggest_turn(message: Mapping[str, Any], turns: Sequence[Any], mapping: MappingPlan) -> Suggestion | None:
-    """Suggest a fix for `message`, one of `turns`, that lacks the key of the role in the mapping."""
+    """Suggest a fix for `message`, one of `turns`, if it lacks the key that the mapping gives for the role."""
     if all(name in message for name in _SHARE_GPT_TURN):
         return _share_gpt({**_SHARE_GPT, **_mapped("messages", mapping.messages, but="conversations")}, turns)
     role, content = _first(message, "role"), _first(message, "content")
@@ -98,7 +98,7 @@ def suggest_role(role: str) -> Suggestion:
 
 
 def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
-    """Suggest a fix for a chat without an assistant, since some of its roles may be common names of known roles."""
+    """Suggest a fix for a chat without an assistant, if some of its roles are common names of known roles."""
     unknown = [role for role in _usable(roles) if role not in ROLES][:_MOST_ROLES]
     if not unknown:
         return None
@@ -191,7 +191,7 @@ def _pair(
     read: Sequence[str | None],
     but: str | None = None,
 ) -> Suggestion:
-    """Suggest question and answer. changes: those that map the keys in `read`. but: key of further input that needs no change."""
+    """Suggest a pair of question and answer. changes: map the keys in `read`. but: key of further input that needs no mapping."""
     texts = _texts(names)
     system = _mapped("system", _first(texts, "system"))
     more = _mapped("input", _first({name: None for name in texts if name not in read}, "input"), but)
@@ -210,7 +210,7 @@ def _share_gpt(changes: Mapping[str, str], turns: Sequence[Any]) -> Suggestion:
 
 
 def _known_roles(roles: Sequence[str]) -> dict[str, str]:
-    """The changes that map each of `roles` that is a common name of a role that templates know."""
+    """The changes that map those of `roles` that are common names of known roles."""
     return {f"{ROLES_PATH}{role}": _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
 
 

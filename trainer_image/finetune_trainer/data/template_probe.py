@@ -99,9 +99,9 @@ def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str
 
 
 def _stop_text(tokenizer: Tokenizer, tail: str, stop_ids: tuple[int, ...]) -> tuple[str, int] | None:
-    """The special tokens that end a turn, with which `tail` begins, and the id of the last; None if it begins with another text.
+    """The text of the special tokens at the start of `tail` that end a turn, and the id of the last one; None without any.
 
-    This is one token, unless generation does not stop at it but at one of the special tokens that directly follow it.
+    There is one token, unless generation does not stop at it but at one of the special tokens that directly follow it.
     """
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     text, first = "", None

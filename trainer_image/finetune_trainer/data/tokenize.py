@@ -31,8 +31,8 @@ __all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize",
 Encoding = Any
 """The type tokenizers.Encoding."""
 BEFORE_PIECES = ("\n", ".", "")
-"""Marks, of which one is put before the rest of a text and removed from its tokens. If a tokenizer puts a space before each text,
-the space comes before the mark and is removed with it. If a mark and the rest's beginning become one token, the next is used.
+"""Prefixes for a text that continues another; a prefix's tokens are removed again. If a tokenizer puts a space before each text,
+this space is removed with them. If a prefix and the beginning of the text become one token, the next prefix is used.
 """
 
 
@@ -72,8 +72,8 @@ def tokenize(
 
     All records have the same format. The tokenizer must have an end-of-sequence token, and must be a fast one for chats.
     written_template: spec.data.chatTemplate; None: the tokenizer's own. note: given if the template's time limit may end this
-    process (render_limit.py). stop_ids: tokens at which generation with the model stops. template_arguments: those of the
-    job; a record's own override them.
+    process (render_limit.py). stop_ids: tokens at which generation with the model stops. template_arguments: the job's arguments
+    of the template, which a record's own override.
 
     Raises EndlessTemplateError.
     """
@@ -169,9 +169,9 @@ def _chats(
 
 
 def _rendered_in_some_form(template: ChatTemplate, record: Record, loss_on: LossOn) -> tuple[Record, RenderedChat]:
-    """Render the chat, and if that fails, with the arguments of its calls as objects in place of JSON strings, or vice versa.
+    """Render the chat. If that fails, convert the arguments of its tool calls from JSON strings to objects, or vice versa.
 
-    Records have them in either form (OpenAI's are strings), and a template may take only one. Servers also convert them.
+    Records use either form (OpenAI's are strings), but a template may accept only one. Servers also convert them.
     """
     try:
         return record, _rendered(template, record, loss_on)
@@ -202,7 +202,7 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
     if loss_on is LossOn.ALL:
         unlearnt = next((number for number, message in enumerate(record.messages) if message.get(WEIGHT) == 0), None)
         if unlearnt is not None:
-            reason = "says that this turn is not learnt, and spec.data.lossOn: All learns every token"
+            reason = "says that this turn is not learnt, but spec.data.lossOn: All learns every token"
             fix = f"set spec.data.lossOn: Assistant, or name the key in {IGNORED_FIELD}"
             raise ChatError(f"messages[{unlearnt}].{WEIGHT}", reason, fix)
         return template.render_whole(record.messages, record.tools)
@@ -219,14 +219,14 @@ def _rendered(template: ChatTemplate, record: Record, loss_on: LossOn) -> Render
         fix = "end each chat with the assistant's answer, or set spec.data.lossOn: Assistant"
         raise ChatError("messages", f"ends with a turn of the role {last_role!r}, so there is no completion", fix)
     if loss_on is LossOn.COMPLETION and record.messages[-1].get(WEIGHT) == 0:
-        reason = "says that this turn is not learnt, and it is all that spec.data.lossOn: Completion learns"
+        reason = "says that this turn is not learnt, but spec.data.lossOn: Completion learns nothing else"
         fix = "remove the record, or set spec.data.lossOn: Assistant"
         raise ChatError(f"messages[{len(record.messages) - 1}].{WEIGHT}", reason, fix)
     return template.render_turns(record.messages, record.tools)
 
 
 def _learnt(chat: RenderedChat, record: Record, loss_on: LossOn) -> RenderedChat:
-    """The chat with those of its turns that are learnt."""
+    """The chat with only the turns that are learnt."""
     if loss_on is LossOn.ALL:
         return chat
     if loss_on is LossOn.COMPLETION:
@@ -237,10 +237,10 @@ def _learnt(chat: RenderedChat, record: Record, loss_on: LossOn) -> RenderedChat
 
 
 class _Pieces:
-    """The tokens of a text that is tokenised in pieces, with the places of the pieces in the text. It reads like an Encoding."""
+    """The tokens of a text that was tokenised in pieces, with each piece's place in the text. It is used like an Encoding."""
 
     def __init__(self, pieces: Sequence[tuple[int, Encoding, int]]) -> None:
-        """pieces: for each piece its place in the text, its encoding, and the number of tokens in front of it to leave out."""
+        """pieces: for each piece its place in the text, its encoding, and the number of its first tokens that are left out."""
         self.ids = [token for _, encoding, skipped in pieces for token in encoding.ids[skipped:]]
         self.offsets = [
             (place + start, place + stop) for place, encoding, skipped in pieces for start, stop in encoding.offsets[skipped:]
@@ -259,7 +259,7 @@ def _cut_at_turns(backend: Any, encoding: Encoding, chat: RenderedChat) -> Encod
     A server tokenises the text before the answer alone, so that the answer begins with a token of its own.
     """
     starts = sorted(start for turn in chat.turns for start, _ in turn)
-    # Tokenizers in the manner of GPT-2 split a run of white space before a word, and not at the end of a text.
+    # Tokenizers like GPT-2's split a run of white space before a word, but not at the end of a text.
     cuts = [start for start in starts if _is_inside_token(encoding, start) or _BLANKS.match(chat.text, max(start - 2, 0))]
     if not cuts:
         return encoding
@@ -279,7 +279,7 @@ def _cut_at_turns(backend: Any, encoding: Encoding, chat: RenderedChat) -> Encod
 
 
 def _is_inside_token(encoding: Encoding, at: int) -> bool:
-    """Whether a token may begin before the character `at` and hold it."""
+    """Whether the token that holds the character `at` may begin before it."""
     token = encoding.char_to_token(at)
     if token is not None and encoding.token_to_chars(token)[0] < at:
         return True

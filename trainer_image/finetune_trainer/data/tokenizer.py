@@ -1,7 +1,7 @@
 """Loads and checks the tokenizer of the model directory and its chat template.
 
-A template is checked by its text for a plain chat whose words are known: whether a model can distinguish the speakers, whether
-the assistant's words are learnt, and whether generation stops where turns end.
+The text that a template writes for a plain chat with known words shows whether a model can distinguish the speakers, whether the
+assistant's words are learnt, and whether generation stops where turns end.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class TemplateSettings(Protocol):
 def check_chat_template(
     data: TemplateSettings, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
 ) -> list[Finding]:
-    """Findings about the template, made with a plain chat but true for any; for other formats, about the EOS token.
+    """Findings about the template, which a plain chat shows but which hold for any; for other formats, about the EOS token.
 
-    directory: that of the model, whose files name the tokens at which generation stops. added: the job's own tokens.
+    directory: the model's, whose files name the tokens at which generation stops. added: the job's own tokens.
     """
     if data.format is not DataFormat.CHAT:
         number, known = int(tokenizer.eos_token_id), generation_stops(tokenizer, directory)
@@ -201,17 +201,17 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
         )
     if not template.asks and template.headers:
         message = (
-            f"the template does not heed add_generation_prompt, so the model has to learn to write {template.headers[0]!r} "
+            f"the template ignores add_generation_prompt, so the model has to learn to write {template.headers[0]!r} "
             "itself before each answer"
         )
         fix = f"write {{% if add_generation_prompt %}}{template.headers[0]}{{% endif %}} at the end of the template"
         yield "chat-answer-not-asked-for", message, fix
     if _asks_otherwise(template):
         message = (
-            f"the template asks for an answer with {template.headers[0]!r} and never writes that before an answer that it is "
-            "given, so what is learnt is not what a server asks for, and thoughts are dropped"
+            f"the template asks for an answer with {template.headers[0]!r} but never writes that before a given answer, so the "
+            "model is not trained on the prompts that servers send, and thoughts are dropped"
         )
-        fix = "set a spec.data.chatTemplate that writes before each answer what it asks for one with, and keeps the thoughts"
+        fix = "set a spec.data.chatTemplate that writes its generation prompt before each answer, and keeps the thoughts"
         yield "chat-asks-otherwise", message, fix
     before_answer = text.partition(QUESTIONS[0])[2].partition(ANSWERS[0])[0]
     before_question = text.partition(ANSWERS[0])[2].partition(QUESTIONS[1])[0]

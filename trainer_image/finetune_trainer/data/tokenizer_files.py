@@ -134,7 +134,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def keep_rest_of_transformers_out() -> None:
-    """Let imports of transformers' modules no longer run the code of its packages. Does nothing if it is already imported."""
+    """Keep imports of transformers' modules from running its packages' code. Does nothing if transformers is imported already."""
     if _PACKAGES[0] in sys.modules:
         return
     spec = importlib.util.find_spec(_PACKAGES[0])

@@ -25,7 +25,7 @@ from finetune_trainer.processes.sandbox import limit_memory
 from finetune_trainer.processes.start import die_with, keep_torch_out
 
 LOOK_SECONDS = 1.0
-"""Time between two looks whether the workers still have their connections."""
+"""Time between two checks that the workers still have their connections."""
 
 
 def main(arguments: str) -> int:
@@ -73,13 +73,13 @@ def main(arguments: str) -> int:
             # The other workers die with this process.
             return 128 - end.code if end.code < 0 else end.code
         else:
-            # The other end learns that no answer comes from this worker any more.
+            # This shows the other end that no further answer comes from this worker.
             connections[number].close()
     return 0
 
 
 def _has(child: Child, connection: socket) -> bool:
-    """Whether a child still has its copy of a connection, which got the same number when the child was forked."""
+    """Whether a child still has its copy of a connection, which has the same descriptor number in both processes."""
     try:
         return os.path.samestat(Path(f"/proc/{child.pid}/fd/{connection.fileno()}").stat(), os.fstat(connection.fileno()))
     except OSError:

@@ -32,7 +32,7 @@ TAKING_SECONDS = 60.0
 """Time that an idle worker may take to read its next task."""
 PART_SECONDS = 1800.0
 SLOWEST_BYTES_PER_SECOND = 16 << 10
-"""A part may take PART_SECONDS plus the time for its bytes at this speed, a hundredth of that of an old machine."""
+"""A part may take PART_SECONDS plus the time for its bytes at this speed, a hundredth of an old machine's."""
 LAST_OUTPUT = 2000
 """Characters of a worker's output that an error shows."""
 
@@ -72,20 +72,20 @@ class _Worker:
         return max(0.0, self._deadline - time.monotonic())
 
     def result(self) -> PartResult | None:
-        """Result of the task; None if it is not there yet. Raises the worker's error, WorkerError; EOFError if the worker
+        """Result of the task; None if it has not arrived yet. Raises the worker's error, WorkerError; EOFError if the worker
         ended.
         """
         try:
             self.output.read()
         except TooMuchOutputError as error:
-            raise WorkerError("a process that prepares data wrote something else than a result") from error
+            raise WorkerError("a process that prepares data wrote something other than a result") from error
         line = self.output.take_line()
         if line is not None:
             return read_answer(line, self._file)
         if self.output.has_ended:
             raise EOFError
         if not self.seconds_left:
-            raise WorkerError(f"a process that prepares data came to no end with {self._file.name}")
+            raise WorkerError(f"a process that prepares data did not finish {self._file.name}")
         return None
 
 
@@ -114,19 +114,19 @@ def _in_order(tasks: Iterator[PartTask], workers: list[_Worker]) -> Generator[tu
     """Distribute tasks and yield their results. Raises as `_Worker` does."""
     idle, busy = list(workers), dict[_Worker, int]()
     # Task number -> task that was sent but not yielded yet, and its result if it has arrived.
-    given, done = dict[int, PartTask](), dict[int, PartResult]()
-    num_given = num_yielded = 0
+    sent, done = dict[int, PartTask](), dict[int, PartResult]()
+    num_sent = num_yielded = 0
     while True:
-        while idle and num_given < num_yielded + AHEAD * len(workers):
+        while idle and num_sent < num_yielded + AHEAD * len(workers):
             task = next(tasks, None)
             if task is None:
                 break
             worker = idle.pop()
-            busy[worker], given[num_given] = num_given, task
-            num_given += 1
+            busy[worker], sent[num_sent] = num_sent, task
+            num_sent += 1
             worker.give(task)
         if num_yielded in done:
-            yield given.pop(num_yielded), done.pop(num_yielded)
+            yield sent.pop(num_yielded), done.pop(num_yielded)
             num_yielded += 1
             continue
         if not busy:

@@ -39,7 +39,7 @@ def problem_of(path: Path, content: bytes, part: tuple[int, int] | None = None) 
 )
 def test_a_kind_of_another_program_is_named_with_those_that_are_read(tmp_path: Path, suffix: str, fix: str) -> None:
     found = problem_of(tmp_path / f"a{suffix}", LINE)
-    assert found.reason == f"{suffix.lower()} files are not read: records are in {KINDS}"
+    assert found.reason == f"{suffix.lower()} files are not read; records must be in {KINDS}"
     assert found.fix == fix
 
 

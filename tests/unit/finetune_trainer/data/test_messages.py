@@ -149,7 +149,7 @@ def test_answers_stay_below_the_bound_however_long_the_users_texts_are() -> None
 def test_a_result_that_no_worker_makes_is_refused(change: dict[str, Any]) -> None:
     answer = json.loads(result_line(PartResult()))
     assert read_answer(json.dumps(answer).encode(), FILE) == PartResult()
-    with pytest.raises(WorkerError, match="something else than a result"):
+    with pytest.raises(WorkerError, match="something other than a result"):
         read_answer(json.dumps(answer | {"result": answer["result"] | change}).encode(), FILE)
 
 
@@ -161,5 +161,5 @@ def test_a_result_that_no_worker_makes_is_refused(change: dict[str, Any]) -> Non
     ],
 )
 def test_a_line_that_is_not_an_answer_is_refused(line: bytes) -> None:
-    with pytest.raises(WorkerError, match="something else than a result"):
+    with pytest.raises(WorkerError, match="something other than a result"):
         read_answer(line, FILE)

@@ -52,12 +52,12 @@ def test_a_damaged_table_yields_its_intact_rows_and_names_the_wrong_line(tmp_pat
     [
         (
             "prompt;completion\nq;a\n",
-            "is missing: the values are separated by ';', and commas separate those of a CSV file",
+            "is missing: the values are separated by ';', but a CSV file separates them by commas",
             "save the file with commas between the values",
         ),
         (
             "prompt\tcompletion\nq\ta\n",
-            "is missing: the values are separated by '\\t', and commas separate those of a CSV file",
+            "is missing: the values are separated by '\\t', but a CSV file separates them by commas",
             "save the file with commas between the values",
         ),
         (

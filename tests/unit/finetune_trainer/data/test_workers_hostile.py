@@ -25,9 +25,9 @@ from finetune_trainer.files import SpecialFileError
 from tests.support.living import living
 
 SAID = {
-    "garbage": "wrote something else than a result",
-    "without_end": "wrote something else than a result",
-    "never": "came to no end with train.jsonl",
+    "garbage": "wrote something other than a result",
+    "without_end": "wrote something other than a result",
+    "never": "did not finish train.jsonl",
     "closed": "closed its connection and did not end",
 }
 HOSTILE = """
