@@ -118,9 +118,9 @@ def token_rows(tensor: TensorHeader, indices: tuple[int, ...], weight: StoredPar
 
 
 def follow_ties(path: str, tensor: TensorHeader, model: StoredModel, saved: Collection[str], result: AdapterChanges) -> None:
-    """Replace all other parameters that share memory with the one into which PEFT loads `tensor`.
+    """Also replace the parameters that share memory with the one at `path`, into which PEFT loads `tensor`.
 
-    path: the parameter into which PEFT loads it. saved: paths of parameters whose values are all in the adapter's file.
+    saved: paths of parameters whose values are all in the adapter's file. They are not replaced.
     """
     tie = model.tie(path)
     for other in tie.paths if tie else ():

@@ -56,7 +56,7 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class ModuleMerge:
-    """Has PEFT's own layer merge a module, of which `parameter` is the changed matrix."""
+    """Merges a module with PEFT's own layer. `parameter` is the module's changed matrix."""
 
     module: str
     """Name of the module inside the base model."""
@@ -75,7 +75,7 @@ class ModuleMerge:
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantizes and dequantizes a weight, which gives the weight with which a bitsandbytes layer of these settings computes."""
+    """Quantizes and dequantizes a weight. A bitsandbytes layer with these settings computes with the result."""
 
     quant_type: str
     """Type of the codes, nf4 or fp4."""

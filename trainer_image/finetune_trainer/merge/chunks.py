@@ -27,7 +27,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class RowCut:
-    """Rows that go through all steps together, and for each step the blocks in which it takes them."""
+    """Rows that go through all steps together, and for each step the blocks in which it processes them."""
 
     rows: Rows
     blocks: tuple[tuple[Rows, ...], ...]

@@ -76,7 +76,7 @@ def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> No
 
 
 def use_one_thread() -> None:
-    """Make torch compute operations of this thread without further threads, because the stream has threads of its own."""
+    """Let torch compute this thread's operations in this thread alone, because the stream has threads of its own."""
     if not hasattr(_of_thread, "is_limited"):
         torch.set_num_threads(1)
         _of_thread.is_limited = True

@@ -1,10 +1,10 @@
-"""Checks in a process with limits that matching an adapter's regular expressions ends, before anything else uses them.
+"""Matches an adapter's regular expressions in a process with limits, before anything else uses them, since this may never end.
 
 The process runs this module as a program. Its standard input is `{"parent": PID, "seconds": N, "expressions": [...],
 "modules": [...]}`, and it exits with 0 once all expressions are matched.
 
-The author of an adapter may be unknown, and a few characters such as `(.*)*x` can keep a processor busy for years. Names without
-special characters, which are usual, need no check.
+The author of an adapter may be unknown, and a few characters such as `(.*)*x` can keep a processor busy for years. Plain names
+without special characters, the usual case, need no check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_trainer.weights.errors import UnsupportedAdapterError
 CPU_SECONDS = 20
 """CPU time allowed for matching all expressions of a field against all modules. Ordinary expressions take milliseconds."""
 WALL_SECONDS = 600.0
-"""Time allowed for the same, on a machine that gives the process only a thirtieth of a CPU."""
+"""Wall-clock time allowed for the same. It suffices if the machine gives the process only a thirtieth of a CPU."""
 _PLAIN = re.compile(r"[\w.\-/]*")
 _SHOWN = 80
 

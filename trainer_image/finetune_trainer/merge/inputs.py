@@ -1,4 +1,4 @@
-"""Reads base and adapters, plans their merge, identifies them by their content, and notices changes of them.
+"""Reads base and adapters, plans their merge, identifies them by their content, and detects changes of the files.
 
 Only headers of weights are read, and values only if they may be stored twice. The base's weights are identified by the headers,
 ends, sizes and times of their files, because hashing them would take as long as the merge.
@@ -50,7 +50,7 @@ MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
 """Part of an adapter on output embeddings -> the part on tied input embeddings of which it is the transpose."""
 _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
-"""Parts that an adapter holds of a module with trained rows."""
+"""Parts of an adapter's tensor names for a module with trained rows."""
 
 
 def plan_merge(
@@ -275,7 +275,7 @@ class MergeInputs:
         return {name: list(state) for name, state in self.states.items()}
 
     def require_unchanged(self, digests: dict[str, str]) -> None:
-        """Check that no file has changed since `of`. digests: from that time. Raises InputChangedError, which names the file."""
+        """Check that no file has changed since `of`. digests: computed then. Raises InputChangedError, which names the file."""
         for name, path in (self.base_weights | self.others).items():
             try:
                 is_same = _state(path) == self.states[name]

@@ -3,7 +3,7 @@
 PEFT 0.21.2 wraps a module once for each of its adapted parameters, and the names of tensors show the nesting: with gate_up and
 down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to gate_up
 (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses when
-it loads them (utils/transformers_weight_conversion.py). They are merged with the same bits.
+it loads them (utils/transformers_weight_conversion.py). Their merge is bit-identical to PEFT's.
 """
 
 from __future__ import annotations

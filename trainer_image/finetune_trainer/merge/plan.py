@@ -2,7 +2,7 @@
 
 Called by merge_adapter.py, and by verify, which checks that only planned tensors differ from the base. These statements hold:
 each adapter tensor is used (resolve_changes.py); each base tensor gives one output tensor of the same name and shape, except for
-the rows of a resized vocabulary; then follow the tied tensors that the adapters separate; a shard has no gaps. `steps` computes
+the rows of a resized vocabulary; the tied tensors that adapters separate come last; a shard has no gaps. `steps` computes
 the bytes, and stream.py moves them.
 """
 

@@ -67,7 +67,7 @@ def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantizatio
 
 
 def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
-    """Return paths of weights that bitsandbytes quantizes when transformers loads `model` -> whether they are transposed before.
+    """Return paths of weights that bitsandbytes quantizes when transformers loads `model` -> whether they are transposed first.
 
     Source: transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear. The trainer excludes no further modules.
     """

@@ -1,12 +1,12 @@
 """Writes one shard file from its beginning to its end. writer.py creates the file, and stream.py fills it.
 
 Whole pages are written directly, without the page cache: for 2 GB (ext4 on a virtual disk), direct writes took 0.7 to 0.9 s, and
-cached ones 0.4 to 5 s and more processor time than the merge's arithmetic. The bytes after the last whole page wait for those
-that follow. A cached write of them for each chunk would wait until no direct write is under way, which took a tenth of a merge's
-time. If a file system refuses direct writes, all writes are cached.
+cached ones 0.4 to 5 s and more processor time than the merge's arithmetic. The bytes after the last whole page are kept until
+more follow: a cached write after each chunk would wait for all direct writes to end, which took a tenth of a merge's time. If a
+file system refuses direct writes, all writes are cached.
 
-Unchanged bytes are also read and written. copy_file_range(2) also fills the page cache, and the bytes have to be read for the
-hash: for 272 MB on that disk it took 0.13 s of processor time, and reading and writing directly 0.06 s.
+Unchanged bytes are also read and written directly, which took 0.06 s of processor time for 272 MB on that disk, and
+copy_file_range(2) 0.13 s: it fills the page cache, and the bytes still have to be read for the hash.
 """
 
 from __future__ import annotations

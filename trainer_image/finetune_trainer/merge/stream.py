@@ -199,7 +199,7 @@ def stream(files: Mapping[Shard, ShardFile], journal: Journal, progress: Progres
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A chunk that a worker has or has computed. computed: the result of `_compute_chunk`."""
+    """A chunk that a worker is computing or has computed. computed: the result of `_compute_chunk`."""
 
     chunk: RowChunk
     workspace: Workspace

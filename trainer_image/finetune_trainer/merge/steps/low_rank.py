@@ -57,7 +57,7 @@ class LowRankStep(Step):
     compute: torch.dtype
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Return the blocks that are computed by one product each: all rows in one block if smaller ones have other bits."""
+        """Return the blocks that are computed by one product each: all rows in one block if smaller ones give other bits."""
         # If the weight is transposed, DoRA's norms run across the stored rows, so no row can be finished alone.
         needs_whole = self.factors.magnitude is not None and self.factors.is_transposed
         # The comparison runs now, in the thread that makes chunks. Workers would all compare at once, each in its own memory.
@@ -125,7 +125,7 @@ def add_product(factors: Factors, start: int, stop: int, weight: torch.Tensor, s
 
 
 def add_while_multiplying(factors: Factors, start: int, stop: int, weight: torch.Tensor, scratch: Scratch) -> None:  # noqa: ARG001 - an Add
-    """Let the library add the product to the weight while it computes it, which saves passes over both."""
+    """Compute and add the product in one call of the library, which saves passes over product and weight."""
     rows = slice(start, stop)
     left, right = (factors.a[:, rows].T, factors.b.T) if factors.is_transposed else (factors.b[rows], factors.a)
     weight.addmm_(left, right, alpha=factors.scaling)

@@ -30,7 +30,7 @@ from finetune_trainer.weights.errors import AdapterTensorError, UnsupportedAdapt
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 ALIGNMENT = 64
-"""Number of bytes. Vector instructions give the same bits at addresses with the same remainder modulo this number."""
+"""Alignment in bytes. Vector instructions give the same bits at addresses with the same remainder modulo this number."""
 _COMPANION = "shared_extent"
 """Name of a module next to the merged one that has the size of the shared projections. Its weight takes no memory."""
 _CONVOLUTIONS: Mapping[str, Any] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}

@@ -1,4 +1,4 @@
-"""Computes the weight with which a 4-bit layer of bitsandbytes computes: quantizes and dequantizes it on the CPU.
+"""Quantizes a weight to 4 bits and dequantizes it on the CPU, which gives the weight that bitsandbytes' layers compute with.
 
 bitsandbytes 0.50 quantizes 64 consecutive values, whatever their rows, to 4-bit codes and their largest absolute value. Double
 quantization also quantizes these maxima: it subtracts their mean, and turns blocks of 256 into 8-bit codes. A layer dequantizes
@@ -29,7 +29,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """Return the weight with which a layer computes that is made from the stored `weight` with these settings.
+    """Return the weight with which a layer of these settings computes if it is made from the stored `weight`.
 
     weight: (rows, columns), in any floating dtype. The result has the same shape and the layer's compute dtype.
     """

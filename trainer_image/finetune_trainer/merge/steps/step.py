@@ -10,7 +10,7 @@ import torch
 from finetune_trainer.weights.headers import TensorHeader
 
 BLOCK_ROWS = 256
-"""Number of rows of one matrix product. Blocks of 64 rows and more had PEFT's bits, and blocks of 1 and 7 rows did not."""
+"""Number of rows of one matrix product. Blocks of 64 rows and more gave PEFT's bits, and blocks of 1 and 7 rows did not."""
 MIN_BLOCK_ROWS = 64
 BLOCK_BYTES = 8 << 20
 """Approximate limit of an fp32 block. Weights with more than 8,192 columns have fewer rows in a block."""
@@ -61,7 +61,7 @@ class WholeMatrix(Step):
 
 
 def row_blocks(num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-    """Cut rows into blocks for matrix products. The last block includes the remainder, because small blocks have other bits."""
+    """Cut rows into blocks for matrix products. The last block includes the remainder, because small blocks give other bits."""
     rows = min(BLOCK_ROWS, max(MIN_BLOCK_ROWS, BLOCK_BYTES // (4 * max(num_columns, 1)) // 8 * 8))
     starts = list(range(0, max(num_rows - rows, 0) + 1, rows))
     return [(start, stop) for start, stop in zip(starts, [*starts[1:], num_rows], strict=True)]
