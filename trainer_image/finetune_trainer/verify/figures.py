@@ -1,4 +1,4 @@
-"""Figures that compare the logits of models: differences, divergences, and agreement on the most likely token.
+"""Computes figures that compare the logits of models: differences, divergences, and agreement on the most likely token.
 
 In: files of logits, prompt by prompt. Out: LogitFigures. This module knows no models; logits.py calls it.
 """

@@ -1,4 +1,4 @@
-"""Limits for how far a merged model's logits may be from those of base + adapter, and the verdict on measured figures.
+"""Limits how far a merged model's logits may be from those of base + adapter, and judges measured figures by these limits.
 
 In: figures and a VerificationGate. Out: the reasons why the model fails; none if it passes. Called by verification.py.
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Largest relative error of rounding to nearest, by dtype."""
 JUDGED_SHARE, JUDGED_SHARE_OF_EXPERTS = 0.9, 0.5
-"""Share of positions that are judged, those with the smallest differences; the second value if layers choose experts."""
+"""Share of positions that are judged: those with the smallest differences. The second value is for mixtures of experts."""
 EXPERTS_ALLOWANCE = 2 / 3
-"""Factor on max_relative_difference if layers choose experts."""
+"""Factor on max_relative_difference for mixtures of experts."""
 TIE_UNITS = 4
 """Maximum distance between the logits of tied tokens, in unit roundoffs of the position's largest logit."""
 
@@ -65,7 +65,7 @@ def judged_share(*, chooses_experts: bool) -> float:
 
 @dataclass(frozen=True)
 class VerificationGate:
-    """Thresholds, all of which a merged model must meet. A relative difference is that of LogitFigures."""
+    """Thresholds, all of which a merged model must meet. They limit the figures in LogitFigures."""
 
     max_relative_difference: float
     max_mean_kl: float
@@ -88,7 +88,7 @@ GATES = {
         max_relative_difference=24 * UNIT_ROUNDOFF["bfloat16"], max_mean_kl=5e-3, min_top1_agreement=0.97
     ),
     "float16": VerificationGate(max_relative_difference=24 * UNIT_ROUNDOFF["float16"], max_mean_kl=1e-4, min_top1_agreement=0.99),
-    # Not 24 roundoffs: rounding is so small here that the order in which kernels sum up dominates.
+    # Not 24 roundoffs: rounding is so small here that differences come mostly from the order in which kernels add terms.
     "float32": VerificationGate(max_relative_difference=1e-4, max_mean_kl=1e-7, min_top1_agreement=0.999),
 }
 LARGEST_MEASURED_KL = {"bfloat16": 7e-4, "float16": 1.1e-5, "float32": 3e-12}

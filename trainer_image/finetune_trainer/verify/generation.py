@@ -1,4 +1,4 @@
-"""Most likely continuations of prompts, from models of which only one unit is in memory at a time (streaming.py).
+"""Generates the most likely continuations of prompts, with one unit of a model in memory at a time (streaming.py).
 
 All prompts are continued together, by one token in each pass over the weights. So the cost is known in advance: the bytes of the
 weights times the number of tokens.
@@ -60,8 +60,8 @@ def continuations(
     num_tokens = min(budget.most_tokens, budget.most_bytes // max(size, 1))
     if num_tokens < budget.least_tokens:
         raise TooLargeError(
-            f"{size / 2**30:,.0f} GiB of weights would be read for each token, and {budget.most_bytes / 2**30:,.0f} GiB are "
-            "the most for all answers"
+            f"{size / 2**30:,.0f} GiB of weights would be read for each token, and at most {budget.most_bytes / 2**30:,.0f} GiB "
+            "for all answers"
         )
     base, tuned = (
         _answers(model, prompts, stops, num_tokens) for reference in references for model in streamed_models(reference)

@@ -79,7 +79,7 @@ def compare_logits(
 
 
 def chooses_experts(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json, or a part of it, has a count of more than one expert."""
+    """Whether a config.json, or a part of it, states more than one expert."""
     counts = [value for name, value in config.items() if "expert" in name and type(value) is int]
     return any(count > 1 for count in counts) or any(chooses_experts(part) for part in config.values() if isinstance(part, dict))
 

@@ -1,4 +1,4 @@
-"""Prompts for a model without a data set. The comparison of logits needs tokens, but no meaningful text."""
+"""Makes prompts for a model without a data set. The comparison of logits needs tokens, but no meaningful text."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
     ordinary = [token for token in range(size) if token not in special] or [0]
     limits = [text[name] for name in _POSITION_FIELDS if isinstance(text.get(name), int)]
     length = max(1, min([NUM_TOKENS, *limits]))
-    chosen = random.Random(size)  # noqa: S311 - no secret: the same prompts each time
-    prompts = [chosen.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
+    rng = random.Random(size)  # noqa: S311 - no secret: the same prompts each time
+    prompts = [rng.choices(ordinary, k=length) for _ in range(NUM_PROMPTS)]
     if added:
         # As in real text, added tokens alternate with ordinary ones. As many different added tokens are used as fit.
-        some = chosen.sample(added, min(len(added), max(1, length // 2)))
-        prompts.append([chosen.choice(ordinary) if place % 2 == 0 else some[place // 2 % len(some)] for place in range(length)])
+        used = rng.sample(added, min(len(added), max(1, length // 2)))
+        prompts.append([rng.choice(ordinary) if place % 2 == 0 else used[place // 2 % len(used)] for place in range(length)])
     return prompts
 
 

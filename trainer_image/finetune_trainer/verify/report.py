@@ -1,4 +1,4 @@
-"""Results of a verification: as data, as JSON next to the model, as a few lines for logs, and as a page of Markdown."""
+"""Defines the results of a verification, and writes them as JSON, as a few lines for logs, and as a page of Markdown."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def verification_page(report: VerificationReport) -> str:
     tensors, logits, gate, other = report.tensors, report.logits, report.gate, report.other_logits
     compared = (
         f"{tensors.num_changed + tensors.num_untouched:,} tensors were compared with base and adapter: {tensors.num_untouched:,} "
-        f"that the adapter does not touch byte for byte, {tensors.num_changed:,} that it changes against a computation in fp64."
+        f"untouched ones byte for byte, and {tensors.num_changed:,} changed ones against a computation in fp64."
     )
     of_logits = (
         "Logits were not compared, because tensors were wrong already."
@@ -102,7 +102,7 @@ def verification_page(report: VerificationReport) -> str:
     if logits is not None and gate is not None:
         lines += ["", "## Logits: merged model against base + adapter", ""]
         lines += table(("figure", "measured", "allowed"), gate_rows(logits, gate))
-        lines += ["", f"The base that the adapter was added to: {report.merged_onto}."]
+        lines += ["", f"The adapter was added to this base: {report.merged_onto}."]
     if other is not None and gate is not None:
         lines += [
             "",
@@ -121,8 +121,8 @@ def verification_page(report: VerificationReport) -> str:
         lines += [
             "",
             (
-                f"{tensors.num_by_logits_only:,} changed tensors can be merged by PEFT's own layers only, so no formula outside "
-                "of them was there to compare with: for these the comparison of logits decides alone."
+                f"{tensors.num_by_logits_only:,} changed tensors can be merged by PEFT's own layers only, so there is no "
+                "independent formula to compare with: only the comparison of logits covers them."
             ),
         ]
     adapters = report.compared.adapters

@@ -1,4 +1,4 @@
-"""Models as transformers and PEFT build them, but without base weights; and base weights with adapters merged into them.
+"""Builds models with transformers and PEFT but without base weights, and merges adapters into base weights.
 
 Base weights are NaNs that take no memory, so the logits show if a weight is used before it is loaded. Tensors on the meta device
 would not show it: a linear layer on the CPU would compute with whatever is in memory. If there are several adapters,
@@ -102,8 +102,8 @@ def skeleton_model(
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if parameter.dtype is not types.of_parameters[name]:
             owner, _, last = name.rpartition(".")
-            held = nn.Parameter(torch.empty_like(parameter, dtype=types.of_parameters[name]), requires_grad=False)
-            base.get_submodule(owner)._parameters[last] = held  # noqa: SLF001
+            empty = nn.Parameter(torch.empty_like(parameter, dtype=types.of_parameters[name]), requires_grad=False)
+            base.get_submodule(owner)._parameters[last] = empty  # noqa: SLF001
     reserve_parameters(base)
     stored = base.state_dict().keys()
     for name, buffer in base.named_buffers():
@@ -118,13 +118,13 @@ def skeleton_model(
     original = {id(module._parameters[name]) for module, name, _ in owners}  # noqa: SLF001
     model: nn.Module = base if adapter is None else PeftModel.from_pretrained(base, str(adapter))
     named = dict(model.named_parameters(remove_duplicate=False))
-    # The base's parameters for which the adapter's file has values, such as biases and embeddings.
-    given = {id(named[name]) for name in read_adapter(adapter).tensors if name in named} if adapter is not None else set()
+    # Parameters of the base whose values are in the adapter's file, such as biases and embeddings.
+    from_adapter = {id(named[name]) for name in read_adapter(adapter).tensors if name in named} if adapter is not None else set()
     slots: dict[tuple[int, str], ParameterSlot] = {}
     for module, name, path in owners:
         parameter = module._parameters.get(name)  # noqa: SLF001
         # An adapter's copy has replaced the base's parameter, or already contains its values.
-        if parameter is None or id(parameter) not in original or id(parameter) in given:
+        if parameter is None or id(parameter) not in original or id(parameter) in from_adapter:
             continue
         slots.setdefault((id(module), name), ParameterSlot(module, name, path, parameter.dtype, device))
     for slot in slots.values():
@@ -143,8 +143,8 @@ def skeleton_model(
 
 def offload(slot: ParameterSlot) -> None:
     """Replace the values of a slot with NaNs that take no memory."""
-    held = slot.module.get_parameter(slot.name)
-    nothing = torch.full((1,) * held.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(held.shape)
+    parameter = slot.module.get_parameter(slot.name)
+    nothing = torch.full((1,) * parameter.dim(), torch.nan, dtype=slot.dtype, device=slot.device).expand(parameter.shape)
     slot.module._parameters[slot.name] = nn.Parameter(nothing, requires_grad=False)  # noqa: SLF001
 
 

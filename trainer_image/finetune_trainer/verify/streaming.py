@@ -1,4 +1,4 @@
-"""Forward passes of a model of which one unit is in memory at a time: all of a small model, or one layer of a larger model.
+"""Runs forward passes of a model with one unit in memory at a time: all of a small model, or one layer of a larger model.
 
 Hooks load the weights of a layer when it begins, and drop them when the next layer begins. So memory holds the largest layer, the
 adapter, and the activations between two layers. A loop over layers would have to know how each architecture connects them.
@@ -46,8 +46,8 @@ def batches(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
     """Group prompts into batches that go through a model together. Each batch has its longest prompt first.
 
     Shorter prompts of a batch are padded at their ends. A decoder's earlier positions do not see the padding, and all compared
-    models get the same. A prompt gets at most as much padding as it is long. An encoder sees all of its input, so batches of
-    encoder-decoders have prompts of one length only.
+    models get the same padding. A prompt gets at most as much padding as it is long. An encoder sees all of its input, so batches
+    of encoder-decoders have prompts of one length only.
     """
     batches_so_far: list[list[Prompt]] = []
     for prompt in sorted(prompts, key=lambda prompt: -prompt.num_positions):
@@ -65,7 +65,7 @@ class StreamedModel:
     """A skeleton whose weights are loaded whenever they are used."""
 
     def __init__(self, skeleton: SkeletonModel, weights: WeightSource, num_bytes: int) -> None:
-        """num_bytes: size of the weights, by which they are loaded whole or layer by layer."""
+        """num_bytes: size of the weights, which decides whether they are loaded whole or layer by layer."""
         self._skeleton, self._weights = skeleton, weights
         self._loaded: Sequence[ParameterSlot] = ()
         self._is_whole = num_bytes <= MAX_WHOLE_BYTES
@@ -98,18 +98,18 @@ class StreamedModel:
 
     def logits(self, prompts: Sequence[Prompt]) -> list[torch.Tensor]:
         """Return each prompt's logits (positions, vocabulary), in the model's dtype, on the CPU. Raises as `running` does."""
-        given = {"input_ids": _filled_up([prompt.ids for prompt in prompts])}
+        inputs = {"input_ids": _filled_up([prompt.ids for prompt in prompts])}
         of_decoder = [prompt.decoder_ids for prompt in prompts if prompt.decoder_ids is not None]
         if of_decoder:
-            given["decoder_input_ids"] = _filled_up(of_decoder)
+            inputs["decoder_input_ids"] = _filled_up(of_decoder)
         with self.running() as model, torch.inference_mode():
-            inputs = {name: ids.to(self.base.device) for name, ids in given.items()}
+            inputs = {name: ids.to(self.base.device) for name, ids in inputs.items()}
             logits: torch.Tensor = model(**inputs, use_cache=False).logits.to(HOST)
         # Some models return float32, whatever dtype they computed in.
         return [of_prompt[: prompt.num_positions].to(self.dtype) for of_prompt, prompt in zip(logits, prompts, strict=True)]
 
     def _load(self, slots: Sequence[ParameterSlot]) -> None:
-        """Drop the parameters that are loaded, and load these."""
+        """Drop the loaded parameters, and load those of `slots`."""
         for slot in self._loaded:
             offload(slot)
         self._loaded = slots

@@ -168,7 +168,7 @@ def manifest_faults(merged: Path, digests: FileDigests) -> Iterator[str]:
     for entry in json.loads(path.read_text(encoding="utf-8"))["files"]:
         file = merged / entry["name"]
         if not file.exists():
-            yield f"file {entry['name']} is in the manifest and not on disk"
+            yield f"file {entry['name']} is in the manifest but not on disk"
             continue
         if digests.of(file) != entry["sha256"]:
             yield f"file {entry['name']} does not have the sha256 of the manifest: it changed after the merge"
@@ -254,8 +254,8 @@ def _is_cast_of(source: TensorHeader, result: TensorHeader, held_as: str) -> boo
                 continue
             values = torch.frombuffer(bytearray(left), dtype=TORCH_DTYPES[source.dtype])
             out_dtype = TORCH_DTYPES[result.dtype]
-            held = values.to(torch.promote_types(TORCH_DTYPES[held_as], out_dtype))
-            if not torch.equal(held.to(out_dtype), torch.frombuffer(bytearray(right), dtype=out_dtype)):
+            widened = values.to(torch.promote_types(TORCH_DTYPES[held_as], out_dtype))
+            if not torch.equal(widened.to(out_dtype), torch.frombuffer(bytearray(right), dtype=out_dtype)):
                 return False
     return True
 

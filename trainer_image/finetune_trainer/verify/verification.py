@@ -1,4 +1,4 @@
-"""A whole verification: it compares tensors and logits, applies the gate, writes the report, and gives the model its name.
+"""Runs a whole verification: compares tensors and logits, applies the gate, writes the report, and gives the model its name.
 
 A model that passes gets its final name; a model that fails is quarantined. Called by the merge role and the command line.
 """
@@ -53,7 +53,7 @@ def verify_merge(
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
     gate_of_merge. quantization: how the adapters' training quantized the base, if it did; then logits are compared with both
     bases, and the gate applies to `merged_onto`. base_sha256: digests of the base's files that preflight recorded, by name; None:
-    unknown. allow_remote_code: whether the base's own code may run. digests: digests of files, which may still be computed.
+    unknown. allow_remote_code: whether the base's own code may run. digests: digests of files, which need not be finished yet.
     device: device on which logits are computed.
 
     Raises MergeError if a directory cannot be read or the model cannot be verified, and ValueError for empty prompts, or for
