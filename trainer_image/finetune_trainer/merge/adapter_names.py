@@ -35,7 +35,7 @@ FACTOR_PARTS: Mapping[str, str] = {
 TOKENS_BASE = "token_adapter.base_layer"
 """Prefix of the whole parameters of a module with trained rows, if these are also saved."""
 WRAPPERS = ("modules_to_save", TOKENS_BASE, "base_layer")
-"""Names that PEFT puts between a module's name and that of its parameter."""
+"""Names that PEFT puts between the names of a module and of its parameter."""
 
 _NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:lora_|token_adapter\.|modules_to_save\.).+)")
 

@@ -16,7 +16,7 @@ from finetune_trainer.weights.errors import UnsupportedAdapterError
 from finetune_trainer.weights.headers import TensorHeader
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values (or prefixes) of `init_lora_weights` with which PEFT subtracts from the base weights when training starts."""
+"""Values (or prefixes) of `init_lora_weights` that let PEFT subtract from the base weights when training starts."""
 
 REFUSED_FIELDS: Mapping[str, str] = {
     "layer_replication": "the merged model would have different layers from the base model",
@@ -29,7 +29,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
     "velora_config": "VeLoRA has another layout",
     "megatron_config": "Megatron layers are not transformers layers",
 }
-"""Fields of LoraConfig with which an adapter computes something other than LoRA, rsLoRA or DoRA -> why it cannot be merged."""
+"""Fields of LoraConfig that make an adapter compute something other than LoRA, rsLoRA or DoRA -> why it cannot be merged."""
 
 EMBEDDING_LAYER_NAMES = frozenset({"embed_tokens", "lm_head"})
 """Modules that PEFT takes for embeddings if ensure_weight_tying is set (peft.utils.other.EMBEDDING_LAYER_NAMES)."""
@@ -42,7 +42,7 @@ class AdapterHeaders:
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any]
     copies: frozenset[str] = field(default_factory=frozenset)
-    """Names of adapter tensors for a tied parameter that only repeat those for the parameter to which it is tied (inputs.py)."""
+    """Names of adapter tensors that only repeat, for a tied parameter, the tensors of the parameter it is tied to (inputs.py)."""
 
 
 @dataclass(frozen=True)

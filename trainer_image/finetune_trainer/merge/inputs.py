@@ -48,7 +48,7 @@ MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, 
 """Errors that are raised if a setting does not have the expected type."""
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
-"""Part of an adapter on output embeddings -> the part on tied input embeddings of which it is the transpose."""
+"""Part of an adapter on output embeddings -> the part on tied input embeddings that is its transpose."""
 _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
 """Parts of an adapter's tensor names for a module with trained rows."""
 

@@ -46,7 +46,7 @@ MANIFEST_FORMAT = 1
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
 """Files that may be large and are not checked for NaN, which the library that reads them refuses."""
 _SETTINGS = (GENERATION_FILE, "preprocessor_config.json", "processor_config.json")
-"""Files besides those of the tokenizer that must be JSON objects. Nothing is known about the content of any others."""
+"""Files besides the tokenizer's that must be JSON objects. Nothing is known about the content of other files."""
 
 
 def temporary_directory(output: Path) -> Path:
@@ -167,7 +167,7 @@ class OutputDirectory:
         # A model with its own code cannot be loaded without it. The code runs only if the user allows it.
         apart = {*tokenizer_files(base), *(() if "auto_map" in config else base.glob(f"*{CODE_SUFFIX}"))}
         others = [path.name for path in companion_files(base) if path not in apart]
-        # All files of the tokenizer come from one directory, because those of two directories would not fit together.
+        # All files of the tokenizer come from one directory, because files of two directories may not fit together.
         of_tokenizer = [str(path.relative_to(tokenizer)) for path in tokenizer_files(tokenizer) if path.suffix != CODE_SUFFIX]
         for source, names in ((base, others), (tokenizer, of_tokenizer)):
             for name in names:

@@ -19,7 +19,7 @@ from finetune_trainer.weights.rounding import all_finite, round_into
 from finetune_trainer.weights.stored import ExpertPart
 
 SELF_CHECK_BYTES = 32 << 20
-"""Maximum number of fp32 bytes of the product with which blocks or single experts are compared. It limits memory."""
+"""Maximum size in fp32 bytes of the product that blocks or single experts are compared with. It limits memory."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LowRankStep(Step):
     def _add(self) -> Add | None:
         """Return the fastest function that adds blocks of the product with PEFT's bits; None if there is none."""
         factors = self.factors
-        # Most scalings are a power of two of at least 1, which changes no digit of a number, whatever is multiplied first.
+        # Most scalings are a power of two of at least 1, which changes no digit of a number, in whatever order one multiplies.
         is_exact_factor = factors.scaling >= 1 and math.frexp(factors.scaling)[0] == 0.5
         is_fp32 = torch.promote_types(self.compute, torch.float32) is torch.float32
         in_one_pass = is_exact_factor and is_fp32 and (factors.magnitude is not None or not factors.rounds_product)

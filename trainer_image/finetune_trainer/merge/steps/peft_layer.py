@@ -58,7 +58,7 @@ class ModuleStep(WholeMatrix):
             for name, header in change.base.items():
                 stored = values.view(header.shape) if name == change.parameter else self.read(header)
                 if stored.dtype == self.compute:
-                    # The alignment is that of the base's mapped file, because it affects the bits of products with a vector.
+                    # Aligned as in the base's mapped file, because the alignment affects the bits of products with a vector.
                     buffer = torch.empty(stored.nbytes + ALIGNMENT, dtype=torch.uint8)
                     start = (header.offset - buffer.data_ptr()) % ALIGNMENT
                     placed = buffer[start : start + stored.nbytes].view(stored.dtype).view(stored.shape)
