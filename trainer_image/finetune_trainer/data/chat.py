@@ -124,7 +124,7 @@ class ChatTemplate:
             raise ChatError(key, reason, "remove the record, or set a spec.data.chatTemplate that writes it")
 
     def _stops_of(self, *messages: Message) -> Mapping[str, int]:
-        """Tokens with which turns of these messages may end."""
+        """Tokens that may end the turns of these messages."""
         return {**self.stops, **self.call_stops} if any(message.get("tool_calls") for message in messages) else self.stops
 
     def _tracked(self, spans: Sequence[Span], text: str, num_turns: int, stops: Mapping[str, int]) -> tuple[Turn, ...]:

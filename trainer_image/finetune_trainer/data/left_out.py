@@ -14,7 +14,7 @@ from finetune_trainer.data.other_keys import IGNORED_FIELD, TEMPLATE_ARGUMENTS, 
 from finetune_trainer.data.records import ASSISTANT, TOOLS, Record, RecordProblem, as_json, called_name, shown
 
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-"""Keys by which templates find the thoughts before an answer."""
+"""Keys in which templates look for the thoughts before an answer."""
 _READ_IN_TURNS = frozenset({"role", "content", "tool_calls", *THOUGHTS})
 """Keys of a turn whose content `dropped_content` looks for in the text."""
 END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"

@@ -244,7 +244,7 @@ def _reusable(directory: Path, inputs: Mapping[str, Any], pad_token_id: int) -> 
 
 
 def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | None) -> Iterator[PartTask]:
-    """Yield all tasks, those of held-out records first, so that training records can be compared with them."""
+    """Yield all tasks, held-out records first, so that training records can be compared with them."""
     parts = (
         part
         for split in (VALIDATION, TRAIN)

@@ -33,7 +33,7 @@ FIELD = "spec.model.source"
 _OF_FOREIGN_TOKENS = ("chat-template-unusable", "chat-marker-split")
 """Rules that a template made for another tokenizer breaks."""
 _TODAY = "strftime_now"
-"""Name of transformers' function with which templates write the date."""
+"""Name of the function of transformers by which templates write the date."""
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
 """Text in the form of a special token."""
 QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
