@@ -1,1 +1,1 @@
-"""Base model -> adapters -> sharded model, with the invariants that are asserted on the way."""
+"""Loads the base model, attaches adapters and shards the result. Invariants are asserted in each of these steps."""

@@ -43,7 +43,7 @@ KEPT_OPERATIONS = frozenset(
     overload
     for name in _KEPT_NAMES
     if (packet := getattr(torch.ops.aten, name, None)) is not None
-    for overload in (getattr(packet, each) for each in packet.overloads())
+    for overload in (getattr(packet, name) for name in packet.overloads())
     if not overload._schema.is_mutable  # noqa: SLF001 - there is no public name
 )
 """Expensive operations, whose results are kept: products and attention, in every form in which torch dispatches them."""
@@ -161,7 +161,7 @@ def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str,
     positions = _written_arguments(func)
     if positions:
         for value in _given(func, positions, args, kwargs):
-            yield from (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
 def _given(func: Operation, positions: tuple[int, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Any]:

@@ -31,7 +31,7 @@ from finetune_trainer.model.packed_weights import is_to_be_packed
 
 TASK = "CAUSAL_LM"
 ORIGINAL = "original_module"
-"""PEFT's name for the frozen module of which it trains a copy."""
+"""PEFT's name for the frozen original of a module that is trained as a copy."""
 WHOLE_COPY = "modules_to_save"
 """PEFT's name for such a trained copy; no other name that PEFT writes contains it."""
 REFUSALS = (TypeError, ValueError, ImportError, RuntimeError)
@@ -42,8 +42,8 @@ _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
 
 def config_class(method: MethodType) -> type[PeftConfig]:
     """PEFT's configuration class for a method that has an adapter."""
-    found: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[method].peft_type]
-    return found
+    kind: type[PeftConfig] = PEFT_TYPE_TO_CONFIG_MAPPING[METHODS[method].peft_type]
+    return kind
 
 
 def lora_config(lora: LoraPlan) -> LoraConfig:
@@ -108,28 +108,28 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     config = adapter_config(plan.method)
     field = METHODS[plan.method.type].family.value
     torch.manual_seed(plan.training.seed)
-    held = model.dtype
+    base_dtype = model.dtype
     try:
         with _magnitudes_left_open(model.dtype):
             adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
     except MemoryError:
         raise
     except Exception as error:  # the library divides by a user's settings, compiles them and looks them up
-        said = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
+        reason = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
         if STACKED_WEIGHTS.search(str(error)):
             unfit = " and ".join(f"{name}: {value}" for name, value in unfit_for_experts(plan.method).items())
             raise ConfigError(
-                f"spec.{field}.targetModules: here names stacked weights of experts, and PEFT refuses: {said}",
+                f"spec.{field}.targetModules: the targets include stacked weights of experts, and PEFT refuses: {reason}",
                 f"{f'set {unfit}, or ' if unfit else ''}name only modules outside the experts",
             ) from error
         if NO_DEFAULT_TARGETS.search(str(error)):
             raise ConfigError(
-                f"spec.{field}.targetModules: PEFT has no choice of its own for this kind of model ({model.config.model_type})",
+                f"spec.{field}.targetModules: PEFT has no default targets for this kind of model ({model.config.model_type})",
                 "name the modules to adapt, by the model's own names: for IA3 keys, values and the last layer of each MLP, "
                 "the latter also in feedforwardModules",
             ) from error
         raise ConfigError(
-            f"spec.{field}: PEFT refuses these settings for this model: {said}",
+            f"spec.{field}: PEFT refuses these settings for this model: {reason}",
             "check them, targetModules first, against the model's module names",
         ) from error
     if not isinstance(adapted, PeftModel):
@@ -137,14 +137,14 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     if plan.method.autocast_adapter_dtype and plan.method.trains_parts_of_the_base:
         _hold_in_float32(adapted)
     if plan.method.lora is not None and plan.method.lora.starts_from_base:
-        _take_off_first_values(adapted, plan.method.lora, held)
+        _take_off_first_values(adapted, plan.method.lora, base_dtype)
     adapted.train()
     return adapted
 
 
 @contextmanager
 def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
-    """Let DoRA start at zeros for 4-bit layers that are not loaded yet; their norms are measured when the weights are packed.
+    """Let DoRA's magnitudes start at zero for 4-bit layers that are not loaded yet; norms are measured when weights are packed.
 
     loaded: element type of the weights before packing, in which PEFT measures norms.
     """
@@ -169,12 +169,12 @@ def lora_layers(adapted: PeftModel) -> dict[str, LoraLayer]:
     return {name: layer for name, layer in sorted(adapted.named_modules()) if isinstance(layer, LoraLayer)}
 
 
-def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype) -> None:
+def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, base_dtype: torch.dtype) -> None:
     """Add to each adapter a frozen adapter with its first values, whose scaling has the opposite sign.
 
     The model then computes `W x + s (B A - B0 A0) x`, where PEFT computes `(W - s B0 A0) x + s B A x`, and the base keeps its
     weights: nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes with
-    the same bytes. `held`: element type of the base; FSDP 1 requires everything frozen to have it. Raises ConfigError.
+    the same bytes. `base_dtype`: element type of the base; FSDP 1 requires everything frozen to have it. Raises ConfigError.
     """
     field, init = "spec.method.lora.initLoraWeights", lora.init_lora_weights.value
     for name, layer in lora_layers(adapted).items():
@@ -191,7 +191,7 @@ def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, held: torch.dtype
                 f"set rankPattern: {{{shown.rpartition('.')[2]}: {width}}}, or a lower rank for all",
             )
         for factors in (layer.lora_A, layer.lora_B):
-            factors[FIRST_VALUES] = copy.deepcopy(factors[ADAPTER]).to(held).requires_grad_(requires_grad=False)
+            factors[FIRST_VALUES] = copy.deepcopy(factors[ADAPTER]).to(base_dtype).requires_grad_(requires_grad=False)
         # The first values act as a part of the base, to which PEFT applies no dropout.
         layer.lora_dropout[FIRST_VALUES] = nn.Identity()
         layer.scaling[FIRST_VALUES] = -layer.scaling[ADAPTER]
@@ -206,7 +206,7 @@ def has_first_values(model: PeftModel) -> bool:
 
 
 def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.Tensor:
-    """Join a trained factor and its first values to that factor of an equal plain LoRA adapter of twice the rank: `B A - B0 A0`
+    """Join a trained factor and its first values to the factor of an equal plain LoRA adapter of twice the rank: `B A - B0 A0`
     is `[B, -B0] [A; A0]` (peft: LoraModel.subtract_mutated_init). `name`: the factor's name in the file.
     """
     is_first_factor = "lora_A" in name.split(".")

@@ -1,4 +1,4 @@
-"""The base model with the tokens that a job adds, as a directory on the workspace that any program can load.
+"""Writes the base model with the job's added tokens to a directory on the workspace, which any program can load.
 
 All later steps read that directory instead of the base: rehearsal, training, merge and verification know nothing of added tokens.
 `python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does not import torch: the order comes on
@@ -59,12 +59,12 @@ def answer(order: BaseOrder) -> bytes:
     # The tokenizer's files are untrusted.
     limit_memory()
     try:
-        found = make_base_with_tokens(order)
+        findings = make_base_with_tokens(order)
     except OSError as error:
         if error.errno not in NO_SPACE:
             raise
-        found = [_too_small(order.target, f"the claim is full ({error.strerror})")]
-    return FINDINGS.dump_json(found)
+        findings = [_too_small(order.target, f"the claim is full ({error.strerror})")]
+    return FINDINGS.dump_json(findings)
 
 
 def make_base_with_tokens(order: BaseOrder) -> list[Finding]:
@@ -100,14 +100,14 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
         return problem
     _copy_other_files(order, checkpoint, directory)
     try:
-        found = _add_to_tokenizer(order, directory)
+        added = _add_to_tokenizer(order, directory)
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - a library reads a user's file; every error is about that file
-        found = unusable(order.base, f"tokens cannot be added to the tokenizer ({type(error).__name__}: {str(error)[:500]})")
-    if isinstance(found, Finding):
-        return found
-    ids, num_known, tokenizer = found
+        added = unusable(order.base, f"tokens cannot be added to the tokenizer ({type(error).__name__}: {str(error)[:500]})")
+    if isinstance(added, Finding):
+        return added
+    ids, num_known, tokenizer = added
     num_rows = max(vocabulary.num_rows, 1 + max(ids))
     if problem := _no_room(checkpoint, vocabulary, num_rows, directory):
         return problem
@@ -178,7 +178,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     if known is not None:
         return known
     # With `normalized=False` a token's text is matched as written, whatever the tokenizer does to other text first.
-    library.add_tokens([AddedToken(each.content, special=each.special, normalized=False) for each in order.tokens])
+    library.add_tokens([AddedToken(token.content, special=token.special, normalized=False) for token in order.tokens])
     library.save_pretrained(directory)
     again, findings = load_tokenizer(directory, order.allow_remote_code)
     if again is None:
@@ -187,7 +187,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
     after = reader.get_vocab()
     ids = [after.get(content, -1) for content in contents]
     read = [reader(content, add_special_tokens=False)["input_ids"] for content in contents]
-    lost = next((content for content, number, found in zip(contents, ids, read, strict=True) if found != [number]), None)
+    lost = next((content for content, number, actual in zip(contents, ids, read, strict=True) if actual != [number]), None)
     if lost is None and len({*ids, *before.values()}) < len(ids) + len({*before.values()}):
         lost = contents[0]  # its id also belongs to another token
     is_changed = any(after.get(token) != number for token, number in before.items())

@@ -1,4 +1,4 @@
-"""torch.compile of each transformer layer, in place, so that parameters keep their names."""
+"""Compiles each transformer layer in place with torch.compile, so that parameters keep their names."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from finetune_trainer.errors import ConfigError
 from finetune_trainer.model.wrap_plan import layer_classes
 
 COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
-"""Compilers of which inductor needs one for a device type: C++ for its CPU kernels, C for Triton's launcher."""
+"""Device type -> compilers, of which inductor needs one: C++ for its CPU kernels, C for Triton's launcher."""
 LAUNCHER = Path("/opt/finetune/launcher")
 """Directory in the image that has the compiled launcher (trainer_image/layers/build-launcher.sh)."""
 
 
 def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
-    """Have each layer of the classes that FSDP would wrap compiled at its first call; return their number. Raises ConfigError."""
+    """Let each layer of the classes that FSDP would wrap compile at its first call. Return their number. Raises ConfigError."""
     wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     if torch.are_deterministic_algorithms_enabled():
@@ -42,14 +42,14 @@ def _with_steady_bounds(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Avoid recompiling for the next batch: the number of document bounds is dynamic, greatest lengths become powers of two."""
     bounds = {name: kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in kwargs}
-    for each in bounds.values():
-        torch._dynamo.maybe_mark_dynamic(each, 0)  # noqa: SLF001 - torch.compiler has no name for it
+    for tensor in bounds.values():
+        torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001 - torch.compiler has no name for it
     lengths = {name: kwargs[name] for name in ("max_length_q", "max_length_k") if name in kwargs}
     return args, kwargs | {name: 1 << (length - 1).bit_length() for name, length in lengths.items()}
 
 
 def missing_compiler(device_type: str) -> tuple[str, ...]:
-    """Return the compilers of which this device type needs one; empty if one is installed or not needed."""
+    """Return the compilers that this device type could use; empty if one is installed or none is needed."""
     has_it = _is_installed(device_type) or (device_type == "cuda" and _has_launcher())
     return () if has_it else COMPILERS[device_type]
 

@@ -1,4 +1,4 @@
-"""Element types by use: plan and stored type -> types for loading, computing, reducing and saving, and what casts to them."""
+"""Chooses element types for loading, computing, reducing and saving from plan and stored type, and what casts to them."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 def resolve_dtypes(plan: RunPlan, stored: torch.dtype) -> ModelDtypes:
     """Return the types of a run on a base model whose weights are stored as `stored`."""
-    found = resolve_elements(plan, dtype_name(stored))
+    elements = resolve_elements(plan, dtype_name(stored))
     return ModelDtypes(
-        load=getattr(torch, found.load),
-        param=getattr(torch, found.param) if found.param else None,
-        reduce=getattr(torch, found.reduce) if found.reduce else None,
-        save=getattr(torch, found.save),
+        load=getattr(torch, elements.load),
+        param=getattr(torch, elements.param) if elements.param else None,
+        reduce=getattr(torch, elements.reduce) if elements.reduce else None,
+        save=getattr(torch, elements.save),
     )
 
 
 def resolve_casts(plan: RunPlan, dtypes: ModelDtypes, world_size: int) -> ModelCasts:
     """Decide whether FSDP or autocast does the cast to `dtypes.param` in a gang of this size."""
     computed = None if dtypes.param is None else dtype_name(dtypes.param)
-    found = casts(plan.method.type, plan.parallelism.fsdp.version, world_size, computed)
+    chosen = casts(plan.method.type, plan.parallelism.fsdp.version, world_size, computed)
     return ModelCasts(
-        by_fsdp=getattr(torch, found.by_fsdp) if found.by_fsdp else None,
-        by_autocast=getattr(torch, found.by_autocast) if found.by_autocast else None,
+        by_fsdp=getattr(torch, chosen.by_fsdp) if chosen.by_fsdp else None,
+        by_autocast=getattr(torch, chosen.by_autocast) if chosen.by_autocast else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""First values of adapters that start from the base's own weights: PiSSA (Meng et al., 2024) and OLoRA (Buyukakyuz, 2024).
+"""Computes first values of adapters that start from the base's weights: PiSSA (Meng et al., 2024), OLoRA (Buyukakyuz, 2024).
 
 They are computed once for a run and kept on its workspace: another machine or number of threads would give other bits, so a
 restart that computed them again would not continue what was trained. A checkpoint names the file's digest.
@@ -83,8 +83,8 @@ def _run_of(path: Path) -> str | None:
         # Opening a pipe at this path would block, and a link would lead to another file.
         open_regular(path, follow=False).close()
         with safe_open(path, framework="pt") as file:
-            found: str | None = (file.metadata() or {}).get(_RUN)
-            return found
+            run: str | None = (file.metadata() or {}).get(_RUN)
+            return run
     except (OSError, SafetensorError):
         return None
 
@@ -116,18 +116,18 @@ def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
         base = load_base_model(unpacked, base_model, torch.device("cpu"))
     else:
         headers = {**headers, **tied_headers(base, headers)}
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     layers = lora_layers(attach(base, plan))
     for number, (name, layer) in enumerate(layers.items(), start=1):
-        kept = layer.get_base_layer()
-        weight = torch.empty(kept.weight.shape, dtype=torch.float32)
+        base_layer = layer.get_base_layer()
+        weight = torch.empty(base_layer.weight.shape, dtype=torch.float32)
         if headers is None:
-            weight.copy_(kept.weight.detach())
+            weight.copy_(base_layer.weight.detach())
         else:
             read_into(headers[base_name(f"{name}.base_layer.weight")], 0, weight.view(-1), loaded)
         began = time.monotonic()
         a, b = decompose(
-            weight.T if isinstance(kept, Conv1D) else weight,
+            weight.T if isinstance(base_layer, Conv1D) else weight,
             plan.method.lora.init_lora_weights,
             layer.r[ADAPTER],
             layer.scaling[ADAPTER],
@@ -138,10 +138,10 @@ def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
                 f"spec.method.lora.initLoraWeights: the weight of {base_name(name)} cannot be decomposed: values are not finite",
                 "check the model's files, or remove initLoraWeights",
             )
-        found[f"{name}.lora_A.weight"] = a.to(loaded).contiguous()
-        found[f"{name}.lora_B.weight"] = b.to(loaded).contiguous()
+        values[f"{name}.lora_A.weight"] = a.to(loaded).contiguous()
+        values[f"{name}.lora_B.weight"] = b.to(loaded).contiguous()
         log.info("first values of %s, %d of %d, in %.1f s", base_name(name), number, len(layers), time.monotonic() - began)
-    return found
+    return values
 
 
 def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,11 +169,11 @@ def start_from(model: PeftModel, path: Path) -> None:
     Both get the same bits, so training starts at the base model. Raises InvariantError if the file is for another model.
     """
     with safe_open(path, framework="pt") as file, torch.no_grad():
-        held = set(file.keys())
+        names = set(file.keys())
         for name, layer in lora_layers(model).items():
             for kind, factors in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
                 stored = f"{name}.{kind}.weight"
-                if stored not in held:
+                if stored not in names:
                     raise InvariantError(f"{path} holds no first values of {stored}")
                 values = file.get_tensor(stored)
                 for adapter in (FIRST_VALUES, ADAPTER):
@@ -188,14 +188,14 @@ def main() -> int:
     for name in ("--parent", "--model", "--to"):
         arguments.add_argument(name, required=True)
     arguments.add_argument("--start", type=Path)
-    given = arguments.parse_args()
-    die_with(int(given.parent))
+    parsed = arguments.parse_args()
+    die_with(int(parsed.parent))
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     # Output of libraries is not the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     plan = RunPlan.model_validate_json(sys.stdin.read())
-    answer.write(ensure_first_values(plan, Path(given.model), Path(given.to), given.start))
+    answer.write(ensure_first_values(plan, Path(parsed.model), Path(parsed.to), parsed.start))
     answer.flush()
     return 0
 

@@ -1,4 +1,4 @@
-"""Trained copies of embeddings that are held in float32 but return the type of the model."""
+"""Lets trained copies of embeddings that are held in float32 return the type of the model."""
 
 from __future__ import annotations
 

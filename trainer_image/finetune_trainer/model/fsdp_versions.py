@@ -96,8 +96,8 @@ class Reduction:
     """Whether FSDP 2 keeps parameters gathered between forward and backward."""
 
 
-_told: WeakKeyDictionary[FSDPModule, tuple[bool, bool]] = WeakKeyDictionary()
-"""Latest settings that `reducing` gave each model: whether to reduce gradients, and to free parameters after backward."""
+_latest: WeakKeyDictionary[FSDPModule, tuple[bool, bool]] = WeakKeyDictionary()
+"""Settings that `reducing` last gave each model: whether to reduce gradients, and to free parameters after backward."""
 
 
 def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
@@ -109,10 +109,10 @@ def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> Abstra
     is_due = reduction.every_micro_step or is_last
     if isinstance(model, FSDPModule):
         wanted = (is_due, is_last or not reduction.keeps_gathered)
-        if _told.get(model) != wanted:  # each call goes through all modules
+        if _latest.get(model) != wanted:  # each call goes through all modules
             model.set_requires_gradient_sync(wanted[0])
             model.set_reshard_after_backward(wanted[1])
-            _told[model] = wanted
+            _latest[model] = wanted
     elif isinstance(model, FullyShardedDataParallel) and not is_due:
         no_sync: AbstractContextManager[None] = model.no_sync()
         return no_sync

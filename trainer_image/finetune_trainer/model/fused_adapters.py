@@ -1,4 +1,4 @@
-"""LoRA's forward pass in the element type of the base, with its scaling and its sum in one product.
+"""Computes LoRA's forward pass in the element type of the base, with scaling and sum fused into one product.
 
 PEFT casts the input of each layer to the type of the adapters, multiplies by the scaling, and adds; each takes a separate kernel
 over all tokens. Here the two small factors are cast instead, and the second product adds to the base's output. The trained, saved

@@ -1,4 +1,4 @@
-"""Invariants of a trained model, which are checked in preflight, after sharding, after the first step and after saving."""
+"""Checks invariants of a trained model, in preflight, after sharding, after the first step and after saving."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trainable_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def check_trainable(model: nn.Module, plan: RunPlan, frozen: Collection[str] = ()) -> None:
-    """Check that exactly the method's parameters are trained: all but `frozen`, if it trains the model. Raises InvariantError."""
+    """Check that exactly the method's parameters are trained: all but `frozen` for full training. Raises InvariantError."""
     wrong = [
         name
         for name, parameter in model.named_parameters()
@@ -55,7 +55,7 @@ def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) ->
         if any(mark in parts for mark in LORA_MARKS):
             return FIRST_VALUES not in parts
         return parameter.requires_grad and parts[-1] == "bias" and method.lora.bias is not LoraBias.NONE
-    # PEFT gives what a method adds the method's prefix; some of that is frozen on purpose.
+    # PEFT marks the tensors that a method adds by the method's prefix; some of them are frozen on purpose.
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]
     adds_bias = parts[-1] == "bias" and method.adapter is not None and method.adapter.settings.get("bias", "none") != "none"
     return parameter.requires_grad and (adds_bias or any(part.startswith(prefix) for part in parts))
@@ -91,7 +91,7 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
     """Return the message that DoRA cannot use a layer's weight, and the fix. kind: row or column."""
     message = (
         f"the weight of {layer} has a {kind} of zeros (number {number}), which DoRA would divide by its norm: the loss would be "
-        f"NaN, or the {kind} one of rounding errors"
+        f"NaN, or the {kind} would hold only rounding errors"
     )
     return message, f"name {layer} in method.lora.excludeModules, or use method.type: LoRA, or QLoRA on a packed base"
 
@@ -160,12 +160,12 @@ def has_learnt(pieces: Iterable[tuple[str, torch.Tensor]]) -> bool:
     return any(not _STARTS_AT_ZERO.isdisjoint(name.split(".")) and bool(values.ne(0).any()) for name, values in pieces)
 
 
-def check_saved(found: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
+def check_saved(saved: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:
     """Check that saved tensors have the expected names and shapes, and that every value is finite. Raises InvariantError."""
-    missing, extra = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
+    missing, extra = sorted(set(expected) - set(saved)), sorted(set(saved) - set(expected))
     if missing or extra:
-        raise InvariantError(f"saved {len(found)} tensors of {len(expected)}: missing {missing[:5]}, not expected {extra[:5]}")
-    for name, tensor in found.items():
+        raise InvariantError(f"saved {len(saved)} tensors of {len(expected)}: missing {missing[:5]}, not expected {extra[:5]}")
+    for name, tensor in saved.items():
         if tuple(tensor.shape) != tuple(expected[name]):
             raise InvariantError(f"saved {name} with shape {tuple(tensor.shape)}, expected {tuple(expected[name])}")
         if not bool(torch.isfinite(tensor).all()):

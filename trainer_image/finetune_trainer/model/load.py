@@ -1,4 +1,4 @@
-"""Base model directory -> transformers model. Reads only safetensors, fetches nothing, and runs remote code only if allowed."""
+"""Loads a transformers model from its directory. Reads only safetensors, fetches nothing, runs remote code only if allowed."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
     asked = Attention.SDPA if asked is Attention.VARLEN else asked
     if not is_our_choice or type(config) not in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
         return asked.value
-    found = AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
-    classes = found if isinstance(found, list | tuple) else (found,)
-    has_it = all(each._supports_sdpa for each in classes)  # noqa: SLF001
+    mapped = AutoModelForCausalLM._model_mapping[type(config)]  # noqa: SLF001
+    classes = mapped if isinstance(mapped, list | tuple) else (mapped,)
+    has_it = all(kind._supports_sdpa for kind in classes)  # noqa: SLF001
     return (asked if has_it else Attention.EAGER).value
 
 
@@ -209,7 +209,7 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
     for problem in ("missing_keys", "mismatched_keys"):
         if info[problem]:
             raise ModelError(
-                f"spec.model.source: {directory} do not fill the model: {problem} {sorted(map(str, info[problem]))[:3]}",
+                f"spec.model.source: files in {directory} do not fill the model: {problem} {sorted(map(str, info[problem]))[:3]}",
                 "copy all files of the model; a missing weight would be initialised at random",
             )
     if plan.method.quantization is not None:
@@ -238,7 +238,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
-    """Return the element type that holds packed 4-bit weights; the default is one to which no code converts numbers.
+    """Return the element type that stores packed 4-bit weights; the default is one with which no cast changes their bytes.
 
     FSDP 1 flattens them with the other parameters of their unit; FSDP 2 casts everything it gathers to the computation's type.
     """
@@ -286,9 +286,9 @@ def pack_layers(
     quantizer.postprocess_model(model)
     for name, module in model.named_modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
-            held = settings.bnb_4bit_quant_storage
-            values_per_element = 2 * held.itemsize
-            packed = made((-(-module.weight.numel() // values_per_element), 1), held)
+            dtype = settings.bnb_4bit_quant_storage
+            values_per_element = 2 * dtype.itemsize
+            packed = made((-(-module.weight.numel() // values_per_element), 1), dtype)
             module.weight = _packed_parameter(module.weight, packed)
         elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
             # PEFT and FSDP need only the element type; the library's parameter class would start to quantise.

@@ -1,4 +1,4 @@
-"""A base model of which each rank reads only its shards: host memory holds a shard and a block, not the whole model.
+"""Loads a base model of which each rank reads only its shards: host memory holds a shard and a block, not the whole model.
 
 Life of a parameter: zeros that have never been written (such pages take no memory)
     -> sharded like any other, which copies the shard and frees the rest
@@ -140,12 +140,12 @@ def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) ->
             continue
         if not isinstance(base, nn.Linear | Conv1D) or not isinstance(magnitude, DoraLinearLayer):
             raise InvariantError(f"{name}: magnitudes of a {type(base).__name__} cannot be measured weight by weight")
-        dtype, held = base.weight.dtype, magnitude.weight.dtype
+        dtype, own_dtype = base.weight.dtype, magnitude.weight.dtype
         whole = torch.empty(base.weight.shape, dtype=dtype)
         read_into(headers[base_name(f"{name}.base_layer.weight")], 0, whole.view(-1), dtype)
         a, b = (factor[ADAPTER].weight.detach().to(dtype) for factor in (layer.lora_A, layer.lora_B))
         norms = initial_magnitudes(whole, a, b, layer.scaling[ADAPTER], is_transposed=magnitude.fan_in_fan_out)
-        magnitude.weight = nn.Parameter(norms.to(held), requires_grad=True)
+        magnitude.weight = nn.Parameter(norms.to(own_dtype), requires_grad=True)
 
 
 def initial_magnitudes(
@@ -180,15 +180,15 @@ def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> No
 
 
 def fill_from_files(
-    model: nn.Module, found: list[ParameterRange], headers: Mapping[str, TensorHeader], loaded: torch.dtype
+    model: nn.Module, pieces: list[ParameterRange], headers: Mapping[str, TensorHeader], loaded: torch.dtype
 ) -> None:
-    """Fill this rank's pieces of the base's parameters, `found`, and its stored buffers. Call this after sharding.
+    """Fill this rank's `pieces` of the base's parameters, and its stored buffers. Call this after sharding.
 
     `loaded`: element type in which the base is loaded; all values pass through it. Raises ModelError if a file ends early,
     InvariantError for a parameter that is neither stored nor part of an adapter.
     """
     with torch.no_grad():
-        for piece in found:
+        for piece in pieces:
             header = headers.get(base_name(piece.name))
             if header is None and not any(mark in piece.name.split(".") for mark in LORA_MARKS):
                 raise InvariantError(f"no tensor in the model's files fills {piece.name}")

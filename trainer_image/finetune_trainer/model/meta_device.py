@@ -34,7 +34,7 @@ class MetaDeviceMode(TorchFunctionMode):
         if is_here and getattr(function, "__name__", "") in _MOVES:
             if function.__name__ != "to":
                 return args[0]
-            args = (args[0], *(META if isinstance(each, torch.device | str) else each for each in args[1:]))
+            args = (args[0], *(META if isinstance(argument, torch.device | str) else argument for argument in args[1:]))
             if named.get("device") is not None:
                 named["device"] = META
         return function(*args, **named)

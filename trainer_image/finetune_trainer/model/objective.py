@@ -36,7 +36,7 @@ class Split(Protocol[Produced_co]):
     def num_sequences(self) -> int: ...
 
     def batch(self, indices: Sequence[int]) -> Produced_co:
-        """Return these sequences in this order."""
+        """Return a batch of these sequences, in this order."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A 4-bit base of which each rank keeps a shard: each weight is packed by one rank for all ranks.
+"""Packs a 4-bit base of which each rank keeps a shard: one rank packs each weight for all ranks.
 
 bitsandbytes 0.50 packs blocks of 64 consecutive values, whatever rows they are in. Double quantisation subtracts the mean of all
 scales of a weight and packs scales in blocks of 256. So codes can be computed piece by piece, but scales only for a whole weight:
@@ -68,7 +68,7 @@ class PackedLayer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the weight by which the layer multiplies: [outputs, inputs]."""
+        """The shape of the weight in the layer's product: [outputs, inputs]."""
         return self.header.shape[::-1] if self.is_transposed else self.header.shape
 
 
@@ -79,10 +79,10 @@ def packed_layers(model: nn.Module, headers: Mapping[str, TensorHeader], loaded:
     """
     from bitsandbytes.nn import Linear4bit
 
-    found, modules = {}, dict(model.named_modules())
+    layers, modules = {}, dict(model.named_modules())
     for name, module in sorted(modules.items()):
         if isinstance(module, Linear4bit):
-            found[f"{name}.weight"] = PackedLayer(
+            layers[f"{name}.weight"] = PackedLayer(
                 module=module,
                 header=headers[base_name(f"{name}.weight")],
                 is_transposed=issubclass(module.source_cls, Conv1D),
@@ -91,7 +91,7 @@ def packed_layers(model: nn.Module, headers: Mapping[str, TensorHeader], loaded:
                 loaded=loaded,
                 magnitude=_open_magnitude(name.removesuffix(".base_layer"), modules, module.compute_dtype),
             )
-    return found
+    return layers
 
 
 def _open_magnitude(name: str, modules: Mapping[str, nn.Module], attached: torch.dtype) -> OpenMagnitude | None:
@@ -103,12 +103,12 @@ def _open_magnitude(name: str, modules: Mapping[str, nn.Module], attached: torch
     return OpenMagnitude(name, a.to(attached, copy=True), b.to(attached, copy=True), layer.scaling[ADAPTER])
 
 
-def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRange], gang: Gang) -> None:
-    """Fill this rank's pieces, `found`, of packed weights and their magnitudes, and give each layer its scales.
+def fill_packed(layers: Mapping[str, PackedLayer], pieces: Sequence[ParameterRange], gang: Gang) -> None:
+    """Fill this rank's `pieces` of packed weights and their magnitudes, and give each layer its scales.
 
     All ranks call this together, after sharding. Raises ModelError if a file ends early, ConfigError for a zero magnitude.
     """
-    own = {piece.name: piece for piece in found}
+    own = {piece.name: piece for piece in pieces}
     for name, weight in packed_by_turns(layers, gang):
         layers[name].module.quant_state = weight.state()
         if (magnitude := layers[name].magnitude) is not None:
@@ -117,7 +117,7 @@ def fill_packed(layers: Mapping[str, PackedLayer], found: Sequence[ParameterRang
             piece.parameter_values().copy_(weight.norms[piece.start : piece.stop])
         piece = own[name]
         if piece.stop > piece.start:
-            # Copied as bytes: read in the storage's element type, some are not valid numbers, which a copy may change.
+            # Copied as bytes: some are no valid numbers in the storage's element type, and a copy may change such numbers.
             shard = piece.parameter_values().view(torch.uint8)
             start = piece.start * piece.holder.dtype.itemsize
             shard.copy_(weight.codes[start : start + len(shard)])
@@ -153,10 +153,10 @@ class PackedWeight:
         sizes = (width, -(-scales // NESTED_BLOCK_SIZE) * width, scales) if layer.is_nested else (0, 0, scales * width)
         self.bytes = torch.empty(norms + sum(sizes) + -(-values // 2), dtype=torch.uint8, device=device)
         """The bytes that ranks send to each other."""
-        of_rows, mean, of_scales, held, self.codes = torch.split(self.bytes, [norms, *sizes, -(-values // 2)])
+        of_rows, mean, of_scales, own_scales, self.codes = torch.split(self.bytes, [norms, *sizes, -(-values // 2)])
         self.norms = of_rows.view(torch.float32)
         self._mean, self._of_scales = mean.view(torch.float32), of_scales.view(torch.float32)
-        self._scales = held if layer.is_nested else held.view(torch.float32)
+        self._scales = own_scales if layer.is_nested else own_scales.view(torch.float32)
 
     def pack(self) -> None:
         """Read and pack the weight in pieces, with the result that bitsandbytes' quantize_4bit gives for the whole weight."""
@@ -171,10 +171,10 @@ class PackedWeight:
             first += len(values)
         if layer.is_nested:
             mean = scales.mean()
-            held, state = functional.quantize_blockwise(scales - mean, blocksize=NESTED_BLOCK_SIZE)
+            packed_scales, state = functional.quantize_blockwise(scales - mean, blocksize=NESTED_BLOCK_SIZE)
             self._mean.copy_(mean)
             self._of_scales.copy_(state.absmax)
-            self._scales.copy_(held)
+            self._scales.copy_(packed_scales)
         else:
             self._scales.copy_(scales)
         if (magnitude := layer.magnitude) is not None:

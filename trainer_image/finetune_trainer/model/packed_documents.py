@@ -1,8 +1,8 @@
-"""Attention masks and rotary positions by document, for models that would not separate packed documents by themselves.
+"""Makes attention masks and rotary positions by document, for models that would not separate packed documents by themselves.
 
 Masks are for code that passes no positions when it makes masks. Rotary positions are for models whose frequencies depend on the
 length: one of two sets (longrope: Phi 3 to 4, Phi 3.5 MoE), or a set for each length (dynamic). They are chosen for each
-document. What a model masks by itself does not change; preflight measures whether documents are separate (preflight/packing.py).
+document. A model's other masks stay as they are; preflight measures whether documents are separate (preflight/small_model.py).
 Padding has positions like a document of its own.
 """
 
@@ -112,7 +112,7 @@ class _ByDocument:
         return _chosen(is_long, long, short)
 
     def _by_length(self, x: torch.Tensor, position_ids: torch.Tensor, named: dict[str, str]) -> tuple[torch.Tensor, ...]:
-        """Rotate each document as if it was alone: above the original length, each length has frequencies of its own."""
+        """Rotate each document as if it was alone: above the original length, each length has its own frequencies."""
         original = int(self._module.original_max_seq_len)
         lengths = document_lengths(position_ids)
         self._forget_lengths(named)
@@ -125,7 +125,7 @@ class _ByDocument:
         return rotation
 
     def _forget_lengths(self, named: dict[str, str]) -> None:
-        """Let the library compute frequencies again: it keeps those of the longest sequence so far for shorter ones."""
+        """Let the library compute frequencies again: it keeps the longest sequence's frequencies for shorter sequences."""
         prefix = f"{named['layer_type']}_" if named else ""
         setattr(self._module, f"{prefix}max_seq_len_cached", self._module.original_max_seq_len)
         original = getattr(self._module, f"{prefix}original_inv_freq")
@@ -134,7 +134,7 @@ class _ByDocument:
 
 def _chosen(is_first: torch.Tensor, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The first rotation where `is_first` [B, T], otherwise the second."""
-    return tuple(torch.where(is_first[..., None], one, other) for one, other in zip(first, second, strict=True))
+    return tuple(torch.where(is_first[..., None], a, b) for a, b in zip(first, second, strict=True))
 
 
 def document_lengths(position_ids: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Makes packed layers of bitsandbytes 0.50 fit for training: three faults give wrong numbers without an error.
+"""Fixes three faults of bitsandbytes 0.50's packed layers, which give wrong numbers in training without an error.
 
 First, a layer permanently casts its bias to the element type of its input, in new memory: sharding gathers a trained bias into
 other memory, so the layer's bias is never updated. Second, on a CPU, a forward pass of a 4-bit layer without gradients in
@@ -49,15 +49,15 @@ class _WithCastBias:
         self._module, self._forward = module, forward
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        # The dictionary accepts a cast parameter, a plain tensor. A parameter flattened by FSDP 1 is an ordinary attribute.
+        # This dictionary also accepts a plain tensor, as a cast gives. A parameter flattened by FSDP 1 is an ordinary attribute.
         parameters: dict[str, Any] = self._module._parameters  # noqa: SLF001
         place = parameters if "bias" in parameters else self._module.__dict__
-        held = place["bias"]
-        place["bias"] = held.to(getattr(self._module, "compute_dtype", None) or inputs.dtype)
+        bias = place["bias"]
+        place["bias"] = bias.to(getattr(self._module, "compute_dtype", None) or inputs.dtype)
         try:
             return self._forward(inputs)
         finally:
-            place["bias"] = held
+            place["bias"] = bias
 
 
 def fix_cpu_unpacking(model: nn.Module) -> None:

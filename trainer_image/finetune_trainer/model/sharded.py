@@ -153,7 +153,7 @@ def _read_small_tensors(draft: Draft) -> None:
 
 def _start_from_first_values(draft: Draft) -> None:
     if draft.first_values is None:
-        raise InvariantError("the adapters start from the base's weights, and no first values were computed")
+        raise InvariantError("the adapters start from the base's weights, but no first values were computed")
     start_from(draft.module, draft.first_values)
 
 
@@ -261,14 +261,14 @@ def build(
 
 def _install_varlen(base: PreTrainedModel, plan: RunPlan, gang: Gang, computed: torch.dtype) -> None:
     """Install varlen on all ranks, or, if it was our choice and the device of any rank cannot compute it, on none."""
-    found = gang.gather(variable_length.device_problem(gang.device, computed), str)
-    problem = next(filter(None, found), "")
+    problems = gang.gather(variable_length.device_problem(gang.device, computed), str)
+    problem = next(filter(None, problems), "")
     if not problem:
         variable_length.install(base)
     elif any(choice.field == ATTENTION_FIELD for choice in plan.choices):
         log.warning("%s: sdpa in place of varlen, because %s", ATTENTION_FIELD, problem)
     else:
-        raise ConfigError(f"{ATTENTION_FIELD}: varlen: {problem}", f"set {ATTENTION_FIELD}: sdpa, or take another device")
+        raise ConfigError(f"{ATTENTION_FIELD}: varlen: {problem}", f"set {ATTENTION_FIELD}: sdpa, or use another device")
 
 
 def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang, whole: Sequence[nn.Parameter] = ()) -> nn.Module:

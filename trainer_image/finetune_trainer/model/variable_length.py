@@ -1,4 +1,4 @@
-"""Attention over packed documents without a mask: torch's kernels for variable lengths, registered with transformers.
+"""Computes attention over packed documents without a mask: registers torch's variable-length kernels with transformers.
 
 transformers creates no mask for an attention that it does not know. It passes the bounds of documents, which the model's caller
 gives, to every layer, also to layers that are recomputed in the backward pass. For CPUs torch has no such kernel, so the same
@@ -22,7 +22,7 @@ from finetune_trainer.data.batches import to_device
 from finetune_trainer.errors import ConfigError
 
 NAME = "finetune_varlen"
-"""The name by which transformers knows this attention."""
+"""The name under which this attention is registered with transformers."""
 LEAST_CAPABILITY = (8, 0)
 """The lowest compute capability of a GPU that flash attention supports."""
 _FIX = f"set {ATTENTION_FIELD}: sdpa"
@@ -64,9 +64,9 @@ def device_problem(device: torch.device, computed: torch.dtype) -> str:
         return ""
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
-        least, found = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {found}, and the kernels need {least}"
-    return "" if computed in (torch.bfloat16, torch.float16) else f"products are {computed}, and the kernels take 16 bits alone"
+        least, actual = (".".join(map(str, each)) for each in (LEAST_CAPABILITY, capability))
+        return f"{torch.cuda.get_device_name(device)} has compute capability {actual}, and the kernels need {least}"
+    return "" if computed in (torch.bfloat16, torch.float16) else f"products are {computed}, and the kernels take only 16 bits"
 
 
 def document_bounds(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
@@ -107,10 +107,10 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     elif dropout:
         problem = "drops attention scores at random"
     elif not sees_before or query.shape[2] != key.shape[2]:
-        problem = "lets a token see others than those before it"
+        problem = "lets a token see later tokens"
     if problem or cu_seq_lens_q is None or max_length_q is None:
         raise ConfigError(
-            f"{ATTENTION_FIELD}: varlen does not do for {type(module).__name__}, which "
+            f"{ATTENTION_FIELD}: varlen does not support {type(module).__name__}, which "
             f"{problem or 'does not hand on the bounds of documents'}",
             _FIX,
         )
@@ -118,7 +118,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     kind = query.device.type
     computed = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else value.dtype
     # A projection's output has heads after tokens in memory, so this moves no values.
-    queries, keys, values = (each.transpose(1, 2).flatten(0, 1).to(computed) for each in (query, key, value))
+    queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1).to(computed) for tensor in (query, key, value))
     window = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
     result = _kernel(kind)(
         queries,
@@ -165,17 +165,17 @@ def by_document(  # noqa: PLR0917 - as torch's
         raise ValueError("only causal attention of a document to itself")
     parts = []
     for start, stop in pairwise(cu_seq_q.tolist()):
-        queries, keys, values = (each[start:stop].transpose(0, 1)[None] for each in (query, key, value))
+        queries, keys, values = (tensor[start:stop].transpose(0, 1)[None] for tensor in (query, key, value))
         mask = _window(stop - start, window_size[0], query.device)
-        found = functional.scaled_dot_product_attention(
+        attended = functional.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
         )
-        parts.append(found[0].transpose(0, 1))
+        parts.append(attended[0].transpose(0, 1))
     return torch.cat(parts)
 
 
 def _window(length: int, left: int, device: torch.device) -> torch.Tensor | None:
-    """Return which token sees which, [length, length]; None: each token sees itself and all before it."""
+    """Return the mask of which token sees which, [length, length]; None: each token sees itself and all before it."""
     if left < 0 or length <= left + 1:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

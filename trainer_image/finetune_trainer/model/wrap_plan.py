@@ -19,7 +19,7 @@ from finetune_trainer.weights.rounding import dtype_name
 def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str, ...]:
     """Return the names of the layer classes to wrap, sorted.
 
-    `given`: the plan's names, each of which must exist in the model; None: the model's `_no_split_modules` that it has, or else
+    `given`: the plan's names, each of which must exist in the model; None: those `_no_split_modules` that it contains, or else
     the class of the first element of its longest ModuleList. Raises ConfigError.
     """
     present = {type(module).__name__ for module in model.modules()}
@@ -108,9 +108,9 @@ def _sharing(model: nn.Module) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
     shared = [names for names in places.values() if len(names) > 1]
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     if not shared:
-        return found
+        return reasons
     names_of: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names_of.setdefault(id(module), []).append(name)
@@ -118,8 +118,8 @@ def _sharing(model: nn.Module) -> dict[str, str]:
         for names in shared:
             outside = [place for place in names if not any(place.startswith(f"{own}.") for own in names_of[id(module)])]
             if name and outside and len(outside) < len(names):
-                found[name] = f"it shares a weight with {outside[0].rpartition('.')[0]}"
-    return found
+                reasons[name] = f"it shares a weight with {outside[0].rpartition('.')[0]}"
+    return reasons
 
 
 def _is_trainable_leaf(module: nn.Module) -> bool:

@@ -1,1 +1,1 @@
-"""Weights on disk: headers, element types, and the names in each model type. Used by merge, verify, model and checkpoint."""
+"""Handles weights on disk: headers, element types, and each model type's names. Used by merge, verify, model and checkpoint."""

@@ -24,7 +24,7 @@ _WRAPPERS = {
 }
 """Text that a wrapper puts into the names of a model's tensors -> the wrapper. The last one is put only at their beginning."""
 _WITH_ADAPTER_NAME = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\.([A-Za-z0-9_-]+)(\.weight|\.bias)?$")
-"""A tensor's name that holds the adapter's name in the program. state_dict() writes such names, save_pretrained() does not."""
+"""Pattern of tensor names that contain the name of the adapter. state_dict() writes such names, save_pretrained() does not."""
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\b")
 _MLX = re.compile(r"\.lora_[ab]$")
 _OTHER_FILES = {
@@ -61,7 +61,7 @@ def no_adapter_file(directory: Path) -> str:
             )
     for name, owner in _OTHER_FILES.items():
         if (directory / name).exists():
-            return f"{directory}: {ADAPTER_FILE} is missing, and {name} is of {owner}."
+            return f"{directory}: {ADAPTER_FILE} is missing, and {name} belongs to {owner}."
     for pattern, text in _OTHER_STATES.items():
         if (first := min(directory.glob(pattern), default=None)) is not None:
             return f"{directory}: {ADAPTER_FILE} is missing, and {first.relative_to(directory)} is {text}"

@@ -33,7 +33,7 @@ class TiedWeightsError(MergeError):
 
 
 class AdapterTensorError(MergeError):
-    """An adapter tensor is missing, has a wrong shape, changes nothing in the base, or changes the same as another tensor.
+    """An adapter tensor is missing, has a wrong shape, changes nothing in the base, or changes what another tensor changes.
 
     A merge would silently drop trained values.
     """

@@ -163,7 +163,7 @@ def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
         ),
         part=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) if is_part else None,
         has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
-        # PEFT's own tables say this.
+        # This follows from PEFT's own tables.
         peft_fuses_experts=_MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS,
     )
 

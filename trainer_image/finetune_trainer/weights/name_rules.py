@@ -22,7 +22,7 @@ class Renaming:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Stacks matrices of single experts into one parameter (experts, rows, columns); those of several sources are joined by rows.
+    """Stacks matrices of single experts into one parameter (experts, rows, columns); several sources are joined by rows.
 
     sources: regular expressions in which `*.` marks the place of the expert's number.
     """

@@ -11,7 +11,7 @@ TORCH_DTYPES = {
 READ_DTYPES = TORCH_DTYPES | {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""All dtypes that are read, by their names in headers: TORCH_DTYPES, and those of indices and masks."""
+"""All dtypes that are read, by their names in headers: TORCH_DTYPES, and dtypes of indices and masks."""
 FINITE_VALUES = 4 << 20
 """Number of values that are checked for NaN and infinity at a time; the check takes as much memory as they take in fp32."""
 

@@ -1,4 +1,4 @@
-"""Reads and writes of a merge's files that never stop short. An OSError is raised again as a StorageError that names the file."""
+"""Reads and writes a merge's files, never only in part. An OSError is raised again as a StorageError that names the file."""
 
 from __future__ import annotations
 

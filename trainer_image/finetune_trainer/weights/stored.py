@@ -1,4 +1,4 @@
-"""Where the parameters of a model, as transformers and PEFT name them, are stored in its safetensors files.
+"""Finds where a model's parameters, by their names in transformers and PEFT, are stored in its safetensors files.
 
 In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, from which the planner and verify get
 the stored tensors of a parameter.
@@ -32,7 +32,7 @@ class ExpertPart:
     first_row: int
     """Row of the expert's matrix in the model at which the stored matrix begins; up begins after gate, for instance."""
     zeros_before: int = 0
-    """Ranks of zeros that PEFT puts before the factors' own when it fuses an adapter of one projection with those of its
+    """Number of zero ranks that PEFT puts before the factors' own when it fuses an adapter of one projection with those of its
     neighbours.
     """
     zeros_after: int = 0
@@ -102,7 +102,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class ExpertProjection:
-    """A projection of one expert, such as up or gate: a part of the expert's matrix in a fused parameter, stored alone or not."""
+    """A projection of one expert, such as up or gate: a part of the expert's fused matrix, which may be stored alone."""
 
     parameter: StoredParameter
     expert: int

@@ -143,7 +143,7 @@ class _Calls(torch.utils._python_dispatch.TorchDispatchMode):
         ((8, 0), torch.bfloat16, ""),
         ((9, 0), torch.float16, ""),
         ((7, 5), torch.float16, "T4 has compute capability 7.5, and the kernels need 8.0"),
-        ((9, 0), torch.float32, "products are torch.float32, and the kernels take 16 bits alone"),
+        ((9, 0), torch.float32, "products are torch.float32, and the kernels take only 16 bits"),
     ],
 )
 def test_what_a_device_can(

@@ -127,5 +127,5 @@ def test_gemma_2_takes_a_mask_because_attention_by_bounds_is_refused(tmp_path: P
     base = write_shape(tmp_path, "gemma2")
     run = SmallRun(plan, base)
     assert run.model.config._attn_implementation == "eager"
-    with pytest.raises(ConfigError, match="varlen does not do for Gemma2Attention, which caps its attention scores"):
+    with pytest.raises(ConfigError, match="varlen does not support Gemma2Attention, which caps its attention scores"):
         SmallRun(plan.with_attention(Attention.VARLEN), base).step(0)

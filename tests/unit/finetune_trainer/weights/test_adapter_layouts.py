@@ -56,9 +56,9 @@ def test_names_as_peft_writes_them_are_read(tmp_path: Path, names: tuple[str, ..
     [
         ("adapter_model.bin", "adapter_model.bin is a pickle, which is never loaded here. Convert it"),
         ("adapter_model.pt", "adapter_model.pt is a pickle"),
-        ("adapters.safetensors", "is of MLX"),
-        ("adapters.npz", "is of MLX"),
-        ("pytorch_lora_weights.safetensors", "is of diffusers"),
+        ("adapters.safetensors", "belongs to MLX"),
+        ("adapters.npz", "belongs to MLX"),
+        ("pytorch_lora_weights.safetensors", "belongs to diffusers"),
         ("adapter-f16.gguf", "a GGUF file, which llama.cpp reads"),
         ("checkpoint-20/adapter_config.json", "its directories do: checkpoint-20. Name one of them"),
         ("default/adapter_config.json", "its directories do: default"),
