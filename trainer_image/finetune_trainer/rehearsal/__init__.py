@@ -1,1 +1,1 @@
-"""The rehearsal: the real trainer tries a job in under a minute on a scaled-down model, on two CPU ranks."""
+"""Rehearses a job: the real trainer tries it on a scaled-down model in under a minute, on two CPU ranks."""

@@ -142,8 +142,8 @@ def meet(rank: int, world_size: int, store: str) -> None:
 
 def _compare(pair: Pair, exact: Gradients | None) -> None:
     tolerance = tolerance_of(coarsest_dtype(pair.sharded.plan, stored_dtype(pair.sharded.base_model)))
-    found, wanted = (_history(context) for context in (pair.sharded, pair.alone))
-    for sentence in differing_lines(found, wanted, tolerance):
+    on_ranks, alone = (_history(context) for context in (pair.sharded, pair.alone))
+    for sentence in differing_lines(on_ranks, alone, tolerance):
         raise RehearsalError(sentence)
     for step in range(1, tolerance.steps + 1):
         for sentence in differing_gradients(_moments(pair.sharded, step), _moments(pair.alone, step), tolerance, exact):

@@ -1,4 +1,4 @@
-"""Compare two histories and their gradients: do they show the same run except for rounding?"""
+"""Compare two histories and their gradients, which must show the same run except for rounding."""
 
 from __future__ import annotations
 
@@ -57,18 +57,18 @@ def coarsest_dtype(plan: RunPlan, stored: torch.dtype) -> torch.dtype:
 
 
 def differing_lines(
-    found: Sequence[Mapping[str, Any]], wanted: Sequence[Mapping[str, Any]], tolerance: Tolerance
+    on_ranks: Sequence[Mapping[str, Any]], alone: Sequence[Mapping[str, Any]], tolerance: Tolerance
 ) -> Iterator[str]:
     """Yield a sentence for each value that differs between the ranks and one process."""
-    found_steps = {line["step"]: line for line in found}
-    for line in wanted:
+    steps_on_ranks = {line["step"]: line for line in on_ranks}
+    for line in alone:
         step = line["step"]
         if step == 0:
             continue
-        if step not in found_steps:
+        if step not in steps_on_ranks:
             yield f"step {step} was done by one process and not by the ranks"
             continue
-        other = found_steps[step]
+        other = steps_on_ranks[step]
         counted, expected = other.get("supervised_tokens"), line.get("supervised_tokens")
         if counted != expected:
             yield f"step {step} counts {counted} supervised tokens on ranks, {expected} in one process"
@@ -81,18 +81,18 @@ def differing_lines(
 
 
 def differing_gradients(
-    found: Gradients, wanted: Gradients, tolerance: Tolerance, exact: Gradients | None = None
+    on_ranks: Gradients, alone: Gradients, tolerance: Tolerance, exact: Gradients | None = None
 ) -> Iterator[str]:
     """Yield a sentence for each tensor whose gradient differs between the ranks and one process.
 
-    `exact`: gradients of one process in float32. Their distance from `wanted` shows how rounding affects each tensor.
+    `exact`: gradients of one process in float32. Their distance from `alone` shows how rounding affects each tensor.
     """
-    if set(found) != set(wanted):
-        yield f"ranks train {len(found)} tensors, one process {len(wanted)}"
+    if set(on_ranks) != set(alone):
+        yield f"ranks train {len(on_ranks)} tensors, one process {len(alone)}"
         return
-    largest = max((float(tensor.norm()) for tensor in wanted.values()), default=0.0)
-    for name, tensor in wanted.items():
-        size, distance = float(tensor.norm()), float((found[name] - tensor).norm())
+    largest = max((float(tensor.norm()) for tensor in alone.values()), default=0.0)
+    for name, tensor in alone.items():
+        size, distance = float(tensor.norm()), float((on_ranks[name] - tensor).norm())
         rounding = 0.0 if exact is None or name not in exact else NOISE_FACTOR * float((exact[name] - tensor).norm())
         if not distance <= max(tolerance.gradient * max(size, tolerance.negligible * largest), rounding):
             yield f"the gradient of {name} is {distance / max(size, 1e-30):.2g} of its size away from that of one process"

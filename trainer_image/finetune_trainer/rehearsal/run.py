@@ -1,4 +1,4 @@
-"""The rehearsal, stage by stage. It runs in a separate process (roles/rehearse.py), which never computes itself."""
+"""Run the rehearsal, stage by stage, in a separate process (roles/rehearse.py), which leaves all computing to its children."""
 
 from __future__ import annotations
 
@@ -122,12 +122,12 @@ class _Rehearsal:
         cut = partial(child_tasks.copy_up_to, RESUMED_AFTER, undisturbed.workspace, resumed.workspace)
         _raise_for(Stage.RESUME, self._children({"copy": cut})["copy"])
         self._gang(replace(resumed, attempt=1))
-        wanted, found = (_digests(context.workspace.adapter) for context in (undisturbed, resumed))
-        if found != wanted:
-            names = sorted(name for name in {*found, *wanted} if found.get(name) != wanted.get(name))
+        expected, actual = (_digests(context.workspace.adapter) for context in (undisturbed, resumed))
+        if actual != expected:
+            names = sorted(name for name in {*actual, *expected} if actual.get(name) != expected.get(name))
             raise StageFailure(
                 Stage.RESUME,
-                f"resumed from a checkpoint, the run does not end with the same bytes as undisturbed: {', '.join(names)} differ",
+                f"resumed from a checkpoint, the run does not end with the undisturbed run's bytes: {', '.join(names)} differ",
             )
 
     def _conclude(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> None:

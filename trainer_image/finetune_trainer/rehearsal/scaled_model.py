@@ -86,7 +86,7 @@ def make_scaled_model(plan: RunPlan, directory: Path, paths: RehearsalPaths) -> 
     scaled, changes = scaled_plan(plan, shrunken)
     if shrunken is not None:
         scaled = _accepted(scaled, paths.model, changes)
-    # Data must not contain placeholder tokens, such as those of images.
+    # Data must not contain placeholder tokens, such as image tokens.
     special = special_tokens(described)
     splits = tiny_splits(scaled, tokens.size, special, kept_tokens(trained_token_ids(plan.method), tokens))
     pad = text.get("pad_token_id")
@@ -142,7 +142,7 @@ def _accepted(scaled: RunPlan, model: Path, changes: list[ConfigChange]) -> RunP
         findings = inspect_structure(scaled, model).findings
     for finding in findings:
         if finding.severity == "error":
-            raise NoSmallModelError(f"the settings fit the model and not the scaled-down one: {finding.field}: {finding.message}")
+            raise NoSmallModelError(f"the settings fit the model but not the scaled-down one: {finding.field}: {finding.message}")
     return scaled
 
 

@@ -56,7 +56,7 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
     fsdp = plan.parallelism.fsdp.model_copy(update={"offload_params": False})
     _note(changes, "parallelism.fsdp.offloadParams", plan.parallelism.fsdp.offload_params, after=False)
     if shrunken is not None and fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        # No size chooses in both models the same modules, so layers are the units.
+        # No size chooses the same modules in both models, so layers are the units.
         by_layer = {"auto_wrap_policy": AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": None}
         fsdp = fsdp.model_copy(update=by_layer | {"min_num_params": None})
         _note(

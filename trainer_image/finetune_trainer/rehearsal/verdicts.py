@@ -93,7 +93,7 @@ def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
         message=f"tried on a scaled-down model, the stage '{TITLES[problem.stage]}' ({problem.stage.value}) fails: "
         f"{message.removeprefix(named[0]) if named else message}",
         fix=problem.hint
-        or "change the settings that this names" + (f"; if only the scaled-down model is at fault, {SKIP}" if may_skip else ""),
+        or "change the settings that it names" + (f"; if only the scaled-down model is at fault, {SKIP}" if may_skip else ""),
     )
 
 
@@ -104,7 +104,7 @@ def not_done_finding(reason: str, root: Path) -> Finding:
         field="spec.preflight.rehearsal",
         value="Run",
         message=f"the job could not be tried to the end on a scaled-down model: {_shortened(reason, root)}",
-        fix=f"nothing needs to change; to do without the attempt, {SKIP}",
+        fix=f"nothing needs to change; to omit the rehearsal, {SKIP}",
         changes={"spec.preflight.rehearsal": "Skip"},
     )
 

@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer.roles.agent`: torchrun on this node, started by its supervisor (roles/torchrun.py).
+"""`python -m finetune_trainer.roles.agent`: runs torchrun on this node, started by its supervisor (roles/torchrun.py).
 
 Ranks are not forked from the agent: its store runs threads, and a lock that a thread holds during a fork would stay locked in the
 rank forever. They are forked from the fork server of Python's multiprocessing, a separate program with a single thread, which

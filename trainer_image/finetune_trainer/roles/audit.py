@@ -48,16 +48,16 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"difference": _difference_of_results(arguments.expected, arguments.found)}
 
 
-def _difference_of_results(expected: Path, found: Path) -> str | None:
+def _difference_of_results(expected: Path, reproduced: Path) -> str | None:
     """Describe the first difference between two adapters (files in the export's manifest) or two merged models (all files)."""
-    exported = read_json(found / MANIFEST_FILE)["files"]
+    exported = read_json(reproduced / MANIFEST_FILE)["files"]
     if isinstance(exported, dict):
-        return results_difference(expected, found, sorted(exported))
-    names = _files_below(found)
-    difference = results_difference(expected, found, sorted(names - {MANIFEST_FILE}))
+        return results_difference(expected, reproduced, sorted(exported))
+    names = _files_below(reproduced)
+    difference = results_difference(expected, reproduced, sorted(names - {MANIFEST_FILE}))
     # A file that was not reproduced counts as a difference: it may be code, which libraries load together with the weights.
     others = sorted(_files_below(expected) - names)
-    return difference or (f"{others[0]} is not made again" if others else None)
+    return difference or (f"{others[0]} was not reproduced" if others else None)
 
 
 def _files_below(directory: Path) -> set[str]:

@@ -320,7 +320,7 @@ def _digest(record: Record) -> bytes:
 
 
 def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
-    """Split the text into pieces of which each is either supervised or not."""
+    """Split the text into supervised and unsupervised pieces."""
     pieces: list[tuple[list[int], bool]] = []
     for token, is_learnt in zip(made.input_ids, made.supervised, strict=True):
         if not pieces or pieces[-1][1] != is_learnt:
@@ -330,7 +330,7 @@ def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
 
 
 def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
-    """The record's text where there is no tokenizer and so no template: it is then unknown which parts of a chat are learnt."""
+    """The record's text without a tokenizer, and so without a template: which parts of a chat are learnt is then unknown."""
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]
@@ -342,7 +342,7 @@ def main() -> int:
     gc.disable()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.look", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
-    parser.add_argument("--seconds", type=int, required=True, help="after which SIGALRM ends it")
+    parser.add_argument("--seconds", type=int, required=True, help="time after which SIGALRM ends this process")
     arguments = parser.parse_args()
     die_with(arguments.parent)
     # With the default handler, no code in this process can delay its end.

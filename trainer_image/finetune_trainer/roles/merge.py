@@ -68,7 +68,7 @@ def merge(context: RunContext) -> TerminationReport:
     serving = check_adapter(trained, plan, context.base_model) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
     layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
-    # A merged model gets its final name only after its verification, so the digest of one that exists is the expected one.
+    # A merged model gets its final name only after its verification, so if one exists, its digest is the expected digest.
     expected = {output.adapter: digest} if layout.has_adapter else {}
     expected |= {output.merged: _merged_digest(context, digest)} if layout.has_merged else {}
     digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
@@ -190,7 +190,7 @@ def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
 
 
 def _gate(context: RunContext) -> VerificationGate:
-    """The thresholds for the element types; those that the plan sets replace them."""
+    """The thresholds for the element types, or the plan's own where it sets them."""
     merge = context.plan.merge
     gate = gate_of_merge(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:

@@ -1,4 +1,4 @@
-"""`python -m finetune_trainer.roles.merge_command`: adapters and a base -> a merged model, verified before it gets its name.
+"""`python -m finetune_trainer.roles.merge_command`: merges adapters into a base, and verifies the result before it gets its name.
 
 Standard output: JSON lines {"written": n, "total": n}, at most one per second, and at the end {"report": {...}}. An error is one
 message on standard error, and the exit code is that of its failure class. A stopped run continues when it is started again.
@@ -229,8 +229,8 @@ def _shard_bytes(text: str) -> int:
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     """How training quantized the base, or None if no option says that it did."""
-    given = arguments.quantization
-    if given is None and arguments.base_form is MergeBase.ORIGINAL:
+    written = arguments.quantization
+    if written is None and arguments.base_form is MergeBase.ORIGINAL:
         return None
     # Imported only if needed: most merges need no plan.
     from finetune_job.api.method import QuantizationSpec
@@ -238,9 +238,9 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     from finetune_job.plan.resolve_model import quantization_plan
 
     try:
-        spec = QuantizationSpec.model_validate_json(given or "{}")
+        spec = QuantizationSpec.model_validate_json(written or "{}")
     except ValueError as error:
-        raise ConfigError(f"--quantization {given}: {error}", "write it as spec.method.quantization of a job") from error
+        raise ConfigError(f"--quantization {written}: {error}", "write it as spec.method.quantization of a job") from error
     from finetune_trainer.merge.quantized_base import training_quantization
     from finetune_trainer.model.load import stored_dtype
 

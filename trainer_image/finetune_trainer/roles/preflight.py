@@ -50,9 +50,7 @@ CHECKS: tuple[Callable[[Inspection], Iterable[Finding]], ...] = (
     check_room,
     check_memory,
 )
-"""Checks of what was inspected, in the order in which findings are shown; those of the model are listed in
-preflight/model_checks.py.
-"""
+"""Checks of the inspection, in the order in which findings are shown. preflight/model_checks.py lists the model's checks."""
 
 
 def run(context: RunContext) -> TerminationReport:
@@ -119,7 +117,7 @@ def inspect_model(seen: Inspection) -> Inspection:
     else:
         structure, findings = finish_check(seen.model_process, seen.context.base_model)
     seen = replace(seen, structure=structure, findings=(*seen.findings, *findings))
-    # The last check that forks this process, since reading tables of data starts threads.
+    # No later check may fork this process, since reading tables of data starts threads.
     return replace(seen, findings=(*seen.findings, *check_token_rows(seen)))
 
 
@@ -151,7 +149,7 @@ def _rehearsal_findings(seen: Inspection, rehearsal: RehearsalReport) -> list[Fi
     placement = seen.plan.placement
     if placement is None or not _requires_rehearsal(seen):
         return list(rehearsal.findings)
-    # The findings' changes skip the rehearsal, which would be refused.
+    # The findings propose to skip the rehearsal, which the profile refuses, so the proposals are left out.
     findings = [
         finding.model_copy(update={"fix": "", "changes": ()}) if finding.changes else finding for finding in rehearsal.findings
     ]

@@ -53,7 +53,7 @@ class LocalRanks:
     reported: dict[int, float] = field(default_factory=dict)
 
     def see(self, started: Collection[int], spoken: Collection[int], reported: Collection[int], now: float) -> None:
-        """Record new signs."""
+        """Record signs of life that are new."""
         for known, ranks in ((self.started, started), (self.spoken, {*spoken, *reported}), (self.reported, reported)):
             for rank in ranks:
                 known.setdefault(rank, now)

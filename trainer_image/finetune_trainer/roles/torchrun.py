@@ -1,4 +1,4 @@
-"""torchrun on this node: its arguments, its output, and the signals it gets.
+"""Runs torchrun on this node: gives it arguments, copies its output, and forwards signals to it.
 
 torchrun's agent is a separate program (roles/agent.py), and ranks are forked from a process with a single thread.
 """
@@ -171,7 +171,7 @@ class Torchrun:
         """Start the ranks and wait for their end; returns torchrun's exit status and the end of its output."""
         launch = self._launch
         if self._num_runs:
-            # The store of an earlier run may still listen on the port of the first.
+            # The store of the previous run may still listen on its port, so this run gets another.
             with socket.socket() as probe:
                 probe.bind((LOOPBACK, 0))
                 launch = replace(launch, master_port=int(probe.getsockname()[1]))

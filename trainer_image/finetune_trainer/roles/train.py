@@ -130,11 +130,11 @@ def _report(
 def _require_ordered_for_other_sizes(context: RunContext, launch: Launch) -> None:
     """Raise ConfigError if the launch sets a number of ranks or nodes and the reduction is not ordered."""
     asked = {"--ranks": launch.ranks, "--nodes": launch.nodes}
-    given = next(((name, value) for name, value in asked.items() if value is not None), None)
-    if given is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
+    differing = next(((name, value) for name, value in asked.items() if value is not None), None)
+    if differing is not None and context.plan.training.reduction is not GradientReduction.ORDERED:
         raise ConfigError(
-            f"{given[0]} {given[1]}: the plan's ranks add up gradients in an order of their own number",
-            f"leave {given[0]} out, or set spec.training.reduction to Ordered",
+            f"{differing[0]} {differing[1]}: the plan's ranks add gradients in an order that depends on their number",
+            f"leave {differing[0]} out, or set spec.training.reduction to Ordered",
         )
 
 
@@ -149,7 +149,7 @@ def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RE
             if time.monotonic() > deadline:
                 raise MasterUnreachableError(
                     f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error}); name the cluster's DNS "
-                    "servers in network.dns of the profile, `finetune doctor` tries whether pods reach them"
+                    "servers in network.dns of the profile; `finetune doctor` tests whether pods reach them"
                 ) from error
         # Not `stopped.wait`: it could hold its lock when the signal arrives, whose handler needs that lock.
         time.sleep(LOOK_SECONDS)

@@ -139,7 +139,7 @@ def test_a_file_that_somebody_put_next_to_a_merged_model_is_a_difference(
 
     assert difference() is None
     (published / "modeling.py").write_text("import os")
-    assert difference() == "modeling.py is not made again"
+    assert difference() == "modeling.py was not reproduced"
     (again / "modeling.py").write_text("import sys")
     assert difference() == "modeling.py has different bytes"
     (published / "modeling.py").unlink()

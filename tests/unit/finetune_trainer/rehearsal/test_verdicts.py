@@ -46,7 +46,7 @@ def test_a_failure_without_field_or_hint_is_one_of_the_method_and_can_be_skipped
     profile = FineTuneProfileSpec.model_validate({"trainerImage": "t", "requireRehearsal": True})
     strict = plan_of(tiny_spec()).model_copy(update={"placement": placement_of("strict", profile, RunSpec())})
     finding = failed_finding(StageFailure(Stage.MERGE, "it is odd"), strict, ROOT)
-    assert finding.fix == "change the settings that this names"
+    assert finding.fix == "change the settings that it names"
 
 
 def test_a_rehearsal_that_could_not_end_is_a_warning_with_a_change() -> None:
