@@ -1,1 +1,1 @@
-"""The checks that need the real model or the real data. They run on a CPU before a GPU is allocated."""
+"""Checks what needs the real model or the real data. This runs on a CPU before a GPU is allocated."""

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 SAVED = "modulesToSave"
 _SAVED_PART = ".modules_to_save."
 _ROWS_PART = ".trainable_tokens_delta."
-"""Part of the names of trained tensors that hold rows of a module. `_SAVED_PART` is that of PEFT's copy of a whole module."""
+"""Part of the names of trained tensors that hold rows of a module. `_SAVED_PART` marks PEFT's copy of a whole module."""
 _FINDINGS = TypeAdapter(list[Finding])
 _FIX = f"its log says why; {FIELD} names the tokens"
 
@@ -54,10 +54,10 @@ def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
         remove_made(order.record, order.target)  # also removes what a killed process had written
         raise
     try:
-        found = parse_answer(answered, _FINDINGS)
+        findings = parse_answer(answered, _FINDINGS)
     except ValueError as error:
-        raise ModelCheckError("the process that adds tokens answered with something else than findings", _FIX) from error
-    return found, None if found else read_added_tokens(order.record)
+        raise ModelCheckError("the process that adds tokens answered with something other than findings", _FIX) from error
+    return findings, None if findings else read_added_tokens(order.record)
 
 
 def _start(order: BaseOrder) -> Child:
@@ -111,7 +111,7 @@ def check_rows(seen: Inspection) -> Iterable[Finding]:
         message = f"the method trains no row of {names}, so the added tokens would keep their initial values"
         fix = (
             "set spec.method.type to LoRA or a variant of it, which trains these rows, or to Full; or name "
-            f"{names} in {SAVED}, as embedding and head that share their values both have to be"
+            f"{names} in {SAVED}, both if embedding and head share their values"
         )
     changes = _not_adapted(plan, adapted) if adapted else _saved_whole(plan, missing)
     value = added.tokens[0].content
@@ -150,7 +150,7 @@ def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
 def check_use(seen: Inspection) -> Iterable[Finding]:
     """Checks that the training records contain every added token."""
     added = seen.added
-    # Asking for the data writes what is left of it, which only jobs with added tokens need here.
+    # training_data() flushes buffers of the data, which only jobs with added tokens need at this point.
     prepared = None if added is None else seen.training_data()
     if added is None or prepared is None:
         return ()

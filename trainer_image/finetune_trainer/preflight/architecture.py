@@ -30,13 +30,13 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
     try:
         layer_classes(seen.base, fsdp.transformer_layer_cls_to_wrap)
     except ConfigError as error:
-        given = fsdp.transformer_layer_cls_to_wrap
+        written = fsdp.transformer_layer_cls_to_wrap
         field, value = CLASSES_FIELD, "unset"
         changes: dict[str, str | list[str] | None] = {POLICY_FIELD: AutoWrapPolicy.NO_WRAP.value}
-        if given is not None:
-            value = ", ".join(given)
+        if written is not None:
+            value = ", ".join(written)
             present = sorted({type(module).__name__ for module in seen.base.modules()})
-            near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in given]
+            near = [difflib.get_close_matches(name, present, n=1, cutoff=0.6) for name in written]
             # If a name resembles no class of the model, the classes that the model itself declares are used.
             changes = {field: list(dict.fromkeys(names[0] for names in near)) if near and all(near) else None}
         yield finding_of_error("wrap-class-unknown", field, value, error, changes=changes)
@@ -71,7 +71,7 @@ def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
         "activation-checkpointing-not-supported",
         field=field,
         value=kind.value,
-        message=f"{type(seen.base).__name__} of transformers cannot compute its layers again in backward",
+        message=f"{type(seen.base).__name__} of transformers cannot recompute its layers in the backward pass",
         fix=f"set {field}: None",
         changes={field: ActivationCheckpointing.NONE.value},
     )

@@ -319,6 +319,6 @@ def _rank_beyond_width(model: nn.Module) -> Finding | None:
         field="spec.method.lora.r",
         value=str(rank),
         message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(INSIDE_PEFT)} "
-        f"with {width} channels: what exceeds them costs memory and adds nothing",
+        f"with {width} channels: ranks beyond that cost memory and add nothing",
         fix=f"set spec.method.lora.rankPattern: {{{first.rpartition('.')[2]}: {width}}}, or a lower rank for all",
     )

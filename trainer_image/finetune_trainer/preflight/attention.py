@@ -34,8 +34,8 @@ def check_variable_length(seen: ModelInspection) -> Iterator[Finding]:
             "attention-not-supported",
             field=ATTENTION_FIELD,
             value=Attention.VARLEN.value,
-            message=f"attention cannot be computed by the bounds of documents: {seen.attention_problem}",
-            fix=f"remove {ATTENTION_FIELD} so that one is chosen that the model has",
+            message=f"attention cannot be computed from the bounds of documents: {seen.attention_problem}",
+            fix=f"remove {ATTENTION_FIELD} so that one is chosen that works with the model",
             changes={ATTENTION_FIELD: None},
         )
 
@@ -52,7 +52,7 @@ def _problem(seen: ModelInspection) -> str:
     problem = varlen_problem(seen.plan, facts, stored)
     if problem or (seen.plan.model.attention is Attention.VARLEN and seen.observed is None):
         return problem
-    return "no small model of it could be computed" if seen.observed is None else measured_problem(seen.observed.model)
+    return "no small model of this architecture could be run" if seen.observed is None else measured_problem(seen.observed.model)
 
 
 def measured_problem(model: PreTrainedModel) -> str:

@@ -1,4 +1,4 @@
-"""Checks that the model uses modules as is necessary if they are adapted, trained, packed or FSDP units.
+"""Checks that the model uses its modules in a way that lets them be adapted, trained, packed or sharded as FSDP units.
 
 inspection/module_use.py observes what the model does with each module. model_checks.py calls this with the trained model.
 """
@@ -142,15 +142,15 @@ def base_name(name: str) -> str:
 
 def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
     """Returns the shortest ends of names that match, by PEFT's rules, the wanted modules and no others of `among`."""
-    found: list[str] = []
+    shortest: list[str] = []
     meant = set(wanted)
     for name in wanted:
-        if any(targets(end, name) for end in found):
+        if any(targets(end, name) for end in shortest):
             continue
         parts = name.split(".")
         candidates = (".".join(parts[-count:]) for count in range(1, len(parts) + 1))
-        found.append(next((end for end in candidates if all(other in meant for other in among if targets(end, other))), name))
-    return found
+        shortest.append(next((end for end in candidates if all(other in meant for other in among if targets(end, other))), name))
+    return shortest
 
 
 def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
@@ -179,12 +179,12 @@ def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
 
 def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
     """Returns name -> use of the model's own linear layers, with or without adapters."""
-    found: dict[str, ModuleUse] = {}
+    linear: dict[str, ModuleUse] = {}
     for name, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         if isinstance(base, _LINEAR) and (use := uses.of(base_name(name))) is not None:
-            found[base_name(name)] = use
-    return found
+            linear[base_name(name)] = use
+    return linear
 
 
 def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
@@ -227,8 +227,8 @@ def _is_unfit(use: ModuleUse) -> bool:
 def _why_bypassed(use: ModuleUse) -> str:
     if use.is_handed_to:
         return (
-            f"where its package is installed, as it is here, transformers hands their weights to {use.is_handed_to[0]}, past any "
-            "adapter: the kernel computes on a GPU without it"
+            f"transformers hands their weights to {use.is_handed_to[0]} where its package is installed, as it is here: on a GPU, "
+            "this kernel computes without the adapter"
         )
     if not use.is_called:
         return (
@@ -275,9 +275,9 @@ def _other_targets(
         if rest:
             changes[f"{place}.excludeModules"] = [*_names(method, "excludeModules"), *rest]
     if not all(changes.values()):
-        return f"name in {place}.targetModules modules that take an adapter, which excludeModules and modulesToSave leave", None
+        return f"name in {place}.targetModules modules that take an adapter and are not in excludeModules or modulesToSave", None
     if any(len(names) > _MOST_NAMES for names in changes.values()):
-        return "use a checkpoint of the language model alone, or name in targetModules what only its layers have", None
+        return "use a checkpoint of the language model alone, or write targetModules that match only its layers", None
     return " and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes
 
 

@@ -117,7 +117,7 @@ def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _expert_counts(config: object) -> set[int]:
-    """Returns the numbers of experts in a configuration, including those of the parts of composite models."""
+    """Returns the numbers of experts in a configuration, including the parts of composite models."""
     if not isinstance(config, PreTrainedConfig):
         return set()
     counts = {value for name, value in vars(config).items() if "expert" in name and isinstance(value, int)}

@@ -64,7 +64,7 @@ def fit_findings(
                 message=f"the longest record has {longest} tokens, the model was made for {max_positions} "
                 "(max_position_embeddings)",
                 fix=f"set spec.data.maxSequenceLength to {max_positions} or less; longer records are then dropped and counted; "
-                f"of rotary positions, which can be computed beyond, set spec.model.maxPositions to {longest}",
+                f"or, if positions are rotary and so have no fixed limit, set spec.model.maxPositions to {longest}",
             )
         )
     if max_row is not None and fullest > max_row:

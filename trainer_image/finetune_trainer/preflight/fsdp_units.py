@@ -41,7 +41,7 @@ ROOT = "the root unit"
 LARGE_SHARE = 0.5
 """A unit with this share of the parameters or more is too large, unless the model's own classes give one of similar size."""
 WORSE_THAN_OWN = 1.5
-"""A unit is too large if its share is this many times that of the largest unit with the model's own classes, or more."""
+"""A unit is too large if its share is at least this many times the largest unit's share with the model's own classes."""
 
 
 def check_units(seen: ModelInspection) -> list[Finding]:
@@ -53,17 +53,17 @@ def check_units(seen: ModelInspection) -> list[Finding]:
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
     # Tied parameters are listed under each of their names, because each name may be in another unit.
-    held = by_unit(held_parameters(model, remove_duplicate=False), unit_names)
+    in_units = by_unit(held_parameters(model, remove_duplicate=False), unit_names)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    found = [
+    findings = [
         _without_parameters(units, fsdp),
-        *_shapes([(parameter.name, parameters[parameter.name]) for unit in held.values() for parameter in unit], plan),
+        *_shapes([(parameter.name, parameters[parameter.name]) for unit in in_units.values() for parameter in unit], plan),
     ]
     if fsdp.version == 2:
-        found += _trained_in_two_types(held, plan)
+        findings += _trained_in_two_types(in_units, plan)
     else:
-        found.append(_treated_differently(model, set(unit_names), plan))
-    return [finding for finding in found if finding is not None]
+        findings.append(_treated_differently(model, set(unit_names), plan))
+    return [finding for finding in findings if finding is not None]
 
 
 def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
@@ -190,28 +190,28 @@ def _shapes(parameters: Sequence[tuple[str, nn.Parameter]], plan: RunPlan) -> It
         # An elastic gang needs more than one node, so on one rank this setting is removed.
         one_rank["spec.parallelism.elastic"] = None
     for wrong, reason in (
-        ([name for name, parameter in parameters if parameter.ndim == 0], "is a single number without dimensions"),
-        ([name for name, parameter in parameters if not parameter.is_contiguous()], "does not lie in one piece in memory"),
+        ([name for name, parameter in parameters if parameter.ndim == 0], "is a scalar"),
+        ([name for name, parameter in parameters if not parameter.is_contiguous()], "is not contiguous in memory"),
     ):
         if wrong:
             yield make_finding(
                 "parameter-not-shardable",
                 field="spec.parallelism",
                 value=wrong[0],
-                message=f"{wrong[0]} {reason}, and FSDP shards no such parameter ({len(wrong)} of them)",
+                message=f"{wrong[0]} {reason}, and FSDP cannot shard such parameters ({len(wrong)} of them)",
                 fix="train on one rank (nodes: 1, processesPerNode: 1), or choose another model",
                 changes=one_rank,
             )
 
 
-def _trained_in_two_types(held: Mapping[str, Sequence[HeldParameter]], plan: RunPlan) -> Iterator[Finding]:
+def _trained_in_two_types(in_units: Mapping[str, Sequence[HeldParameter]], plan: RunPlan) -> Iterator[Finding]:
     fix = "set training.precision: fp32, or model.dtype: float32"
     changes: dict[str, str | bool] = {"spec.training.precision": "fp32"}
     lora = plan.method.lora
     if lora is not None and plan.method.quantization is not None and not lora.autocast_adapter_dtype:
         # Adapters then have the type in which packed weights compute, but magnitudes have the type of the unpacked weights.
         fix, changes = "set method.lora.autocastAdapterDtype: true", {"spec.method.lora.autocastAdapterDtype": True}
-    for unit, parameters in held.items():
+    for unit, parameters in in_units.items():
         if unit_conflict(parameters, plan.parallelism.fsdp) is Conflict.TRAINED_TYPES:
             kinds = element_types(parameter for parameter in parameters if parameter.is_trained)
             examples = " and ".join(f"{name} in {kind}" for kind, name in sorted(kinds.items()))

@@ -32,7 +32,7 @@ class Inspection:
     context: RunContext
     """The job's context. If the job adds tokens, the plan trains their rows."""
     findings: tuple[Finding, ...] = ()
-    """The findings of the inspection itself, without those of checks, in the order in which they are shown."""
+    """The findings of the inspection itself, not of checks, in the order in which they are shown."""
     is_writable: bool = False
     """Whether workspace and output are writable."""
     files: ModelFiles = _NO_FILES

@@ -79,7 +79,7 @@ def finding_of_error(
 
 
 def _conflict(seen: ModelInspection, error: Exception, changes: Mapping[str, Any] | None = None, fix: str = "") -> Finding:
-    # The trainer's own errors begin with a field. Those of libraries are about the method as a whole.
+    # The trainer's own errors begin with a field. Errors of libraries are about the method as a whole.
     field, colon, _ = str(error).partition(":")
     field = field if colon and field.startswith("spec.") else "spec.method.type"
     return finding_of_error("model-settings-conflict", field, _planned(seen.plan, field), error, changes=changes, fix=fix)
@@ -152,7 +152,7 @@ def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str
         field=field,
         value=_planned(seen.plan, field) + ("" if name in method.adapter.settings else " (the default)"),
         message=f"PEFT refuses it for the layers of this model: {error.__cause__}",
-        fix=f"write {wanted}, or name only layers that it fits in {_SETTINGS}.{TARGETS}",
+        fix=f"write {wanted}, or name in {_SETTINGS}.{TARGETS} only layers that it fits",
     )
 
 

@@ -60,7 +60,7 @@ def shape_of(model: nn.Module, base: PreTrainedModel, units: Collection[str], lo
 
     try:
         facts = facts_of(
-            # With transformers' defaults: a published config.json may leave out those of its class (Gemma 3's does).
+            # This includes transformers' defaults, which a published config.json may leave out (Gemma 3's does).
             base.config.to_dict(),
             has_whole_logits=not returns_output_of_head(base),
             has_fused_attention=bool(getattr(base, "_supports_sdpa", False)),

@@ -29,7 +29,7 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
     plan, directory, structure = seen.plan, seen.directory, seen.known_structure
     if not plan.merge.enabled or structure.adapter_settings is None:
         return
-    # The planner looks only at names and shapes, so any element type does for the adapter.
+    # The planner looks only at names and shapes, so the adapter's element type does not matter.
     shapes = structure.saved_tensors | structure.fixed_tensors
     adapter = {name: TensorHeader(name, "F32", shape, Path(ADAPTER_FILE), 0) for name, shape in shapes.items()}
     settings = json.loads(json.dumps(structure.adapter_settings))
@@ -54,7 +54,7 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
             field="spec.merge.enabled",
             value="true",
             message=str(error),
-            fix="change the adapter settings as said, or set spec.merge.enabled: false and publish the adapter alone",
+            fix="change the adapter settings accordingly, or set spec.merge.enabled: false and publish the adapter alone",
         )
 
 
@@ -78,7 +78,7 @@ def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
     if merge.min_top1_agreement is not None and merge.min_top1_agreement > usual.min_top1_agreement:
         reason = (
             f"tokens whose logits are more than {TIE_UNITS} roundings of {dtype} apart do not count as tied, and rounding "
-            "alone makes them change places at single positions of a correct merge; a requested share excuses none of them"
+            "alone makes them change places at single positions of a correct merge; a requested share permits none of them"
         )
         tight.append(("minTop1Agreement", merge.min_top1_agreement, usual.min_top1_agreement, reason))
     for name, value, default, reason in tight:

@@ -1,4 +1,4 @@
-"""Has the steps that fill in a `ModelInspection`: they build the real model and its adapters on torch's meta device.
+"""Fills in a `ModelInspection`: builds the real model and its adapters on torch's meta device.
 
 The libraries are those of training. What the trainer asserts after wrapping (model/invariants.py) is asserted here first; a
 failure becomes a finding.
@@ -40,7 +40,7 @@ from finetune_trainer.weights.rounding import dtype_name
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
 """Rules about unknown names. If only these are broken, PEFT still attaches the rest, whose problems are then also reported."""
 _STRETCHED = ("yarn", "llama3")
-"""Kinds of rotary positions with a factor by which texts may be longer than those of the first training."""
+"""Kinds of rotary positions with a factor by which texts may be longer than in pretraining."""
 
 
 def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:

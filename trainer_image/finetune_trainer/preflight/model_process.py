@@ -80,8 +80,8 @@ def finish_check(child: Child, directory: Path) -> Checked:
             field="spec.model.source",
             value=directory.name,
             message=f"building the model that config.json describes, with what the method adds to it, {how_it_ended(ended)}",
-            fix="check the numbers in config.json, those of layers and experts first, against the original model's, and write "
-            "simpler regular expressions where the settings of the method hold any",
+            fix="check the numbers in config.json, those of layers and experts first, against the original model's, and "
+            "simplify the regular expressions in the settings of the method, if there are any",
         )
         return None, [finding]
     _require_success(ended, "checks the model", "its log says why")
@@ -89,7 +89,7 @@ def finish_check(child: Child, directory: Path) -> Checked:
         return parse_answer(ended.answer, _CHECKED)
     except ValueError as error:
         raise ModelCheckError(
-            "the process that checks the model answered with something else than a structure", "its log says why"
+            "the process that checks the model answered with something other than a structure", "its log says why"
         ) from error
 
 
@@ -107,7 +107,7 @@ def computed_first_values(context: RunContext) -> str:
     # An earlier check has estimated the time, and the pod's deadlines also apply, so none is set here.
     arguments = ("--model", str(context.base_model), "--to", str(path), *([] if start is None else ["--start", str(start)]))
     child = start_module("finetune_trainer.model.first_values", context.plan.model_dump_json(), *arguments)
-    what, fix = "decomposes the base's weights", "its log says why; remove spec.method.lora.initLoraWeights to do without"
+    what, fix = "decomposes the base's weights", "its log says why; to avoid it, remove spec.method.lora.initLoraWeights"
     return answer_of(child, what, fix).decode()
 
 
@@ -140,7 +140,7 @@ def _require_success(ended: ChildEnd, what: str, fix: str) -> None:
 def main() -> int:
     """Writes the result of `check_model` to standard output, within limits of time and memory."""
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.preflight.model_process", description=__doc__)
-    parser.add_argument("--parent", type=int, required=True, help="process to die with")
+    parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
     parser.add_argument("--model", type=Path, required=True, help="directory of the base model")
     arguments = parser.parse_args()
     die_with(arguments.parent)

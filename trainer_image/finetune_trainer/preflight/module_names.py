@@ -1,8 +1,8 @@
 """Checks that the names in an adapter's settings match something in this model by PEFT's own rules (name_matching.py).
 
 PEFT itself raises an error only if no name matches. It silently ignores a wrong name among right names, and all patterns that
-match nothing (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key). adapter_names.py, which has
-the model, gives settings and names of modules, and gets findings that propose similar names.
+match nothing (peft.tuners.tuners_utils.check_target_module_exists, peft.utils.other.get_pattern_key). adapter_names.py passes the
+settings and the model's names to these checks, whose findings propose similar names.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from finetune_trainer.preflight.name_matching import (
 )
 
 STACKED_DIMENSIONS, ADAPTABLE_DIMENSIONS = 3, (2, 3)
-"""Numbers of dimensions: of a parameter with a matrix for each expert, and of those that LoRA adapts (peft's ParamWrapper)."""
+"""Number of dimensions of stacked experts, and numbers of dimensions of parameters that LoRA adapts (peft's ParamWrapper)."""
 Names = Collection[str] | Mapping[str, Any]
 """A list of names, or a mapping whose keys are patterns."""
 
@@ -90,8 +90,8 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
     """Name -> message and fix."""
     instead: dict[str, str | None] = {}
     for name in lora.target_parameters:
-        found = {parameter: dimensions for parameter, dimensions in parameters.items() if targets(name, parameter)}
-        if not found:
+        named = {parameter: dimensions for parameter, dimensions in parameters.items() if targets(name, parameter)}
+        if not named:
             stacked = [parameter for parameter, dimensions in parameters.items() if dimensions == STACKED_DIMENSIONS]
             near = difflib.get_close_matches(name, _endings(stacked or parameters, 3), n=3, cutoff=0.4)
             known = f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the model's names."
@@ -101,8 +101,8 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
             wrong[name] = ("names no parameter of this model", f"{known} It has {known_parameters}")
             # Without stacked parameters, no name in this field can replace it: linear layers are named in targetModules.
             instead[name] = near[0] if near and stacked else None
-        elif flat := next((parameter for parameter, dimensions in found.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
-            message = f"names {flat}, which has {found[flat]} dimension; LoRA adapts parameters of two or three"
+        elif flat := next((parameter for parameter, dimensions in named.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
+            message = f"names {flat}, which has {named[flat]} dimension; LoRA adapts parameters of two or three"
             wrong[name] = (message, "remove it, or name it in modulesToSave")
             instead[name] = None
     changes = {field: _put_right(lora.target_parameters, instead)}
@@ -136,7 +136,7 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
             fix = "remove it from targetModules or from excludeModules"
             findings.append(_of_name("target-module-excluded", field, name, reason, fix))
         if named and all(any(is_inside(saved, module) for saved in lora.modules_to_save) for module in named):
-            reason = "is saved whole by modulesToSave, so PEFT gives it no adapter as well"
+            reason = "is saved whole by modulesToSave, so PEFT gives it no adapter"
             fix = "remove it from targetModules, because it is trained anyway, or from modulesToSave"
             findings.append(_of_name("target-module-saved-whole", field, name, reason, fix))
     return findings
@@ -286,7 +286,7 @@ def _of_name(rule: str, field: str, value: str, message: str, fix: str, *, chang
 
 
 def _layer_settings(place: str, layers: Any, patterns: Any = None) -> list[str]:
-    """Returns those fields that choose layers and are set. The rule book allows them only with explicit targets."""
+    """Returns the fields that are set to choose layers. The rule book allows them only with explicit targets."""
     written = {f"{place}.layersToTransform": layers, f"{place}.layersPattern": patterns}
     return [field for field, value in written.items() if value not in (None, [], (), "")]
 
@@ -327,7 +327,7 @@ def _without_match(
 
 
 def _put_right(names: Names, instead: Mapping[str, str | None]) -> list[str] | dict[str, Any] | None:
-    """Returns the names, some replaced or removed as `instead` says; None if nothing is left. All other names stay."""
+    """Returns the names with those in `instead` replaced, or removed if their value is None; None if nothing is left."""
     new = {name: instead.get(name, name) for name in names}
     if isinstance(names, Mapping):
         moved = {str(right): names[name] for name, right in new.items() if right is not None and right not in names}

@@ -1,7 +1,7 @@
 """Matches names in an adapter's settings with names of modules and parameters of a model, by PEFT's rules.
 
-An element of a list matches the last parts of a name. A string instead of a list is a regular expression. PEFT makes the key
-of a pattern an expression. An element of modulesToSave matches any end of a name, even within a part. Layers are matched by their
+An element of a list matches the last parts of a name. A string instead of a list is a regular expression. PEFT turns a key of a
+pattern into an expression. An element of modulesToSave matches any end of a name, even within a part. Layers are matched by their
 numbers. module_names.py uses this to report names that match nothing, adapter_names.py and attached.py to know what PEFT does.
 """
 

@@ -77,7 +77,7 @@ def _check_causality(model: PreTrainedModel) -> Finding | None:
         value=name,
         message=f"{name} is not a causal model: its logits change by {change:.2g} with tokens that come later (measured on a "
         "small model of this architecture), so it would learn to copy what it is to predict",
-        fix=f"{SUPPORTED}; an encoder needs is_decoder: true to be one",
+        fix=f"{SUPPORTED}; an encoder needs is_decoder: true to be a decoder",
     )
 
 
@@ -100,7 +100,7 @@ def _check_packing(model: PreTrainedModel) -> Finding | None:
         "packing-leaks",
         field="spec.data.packing",
         value="true",
-        message=f"{type(model).__name__} does not keep packed documents apart: logits of one change by {change:.2g} with the one "
+        message=f"{type(model).__name__} does not separate packed documents: logits of one change by {change:.2g} with the one "
         "before it in the sequence (measured on a small model of this architecture)",
         fix="set spec.data.packing: false",
         changes={"spec.data.packing": False},

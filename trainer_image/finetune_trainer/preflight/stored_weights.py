@@ -46,11 +46,11 @@ SECONDS_PER_PRODUCT = 0.4e-9
 LONGEST_DECOMPOSITION_SECONDS = 3600.0
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
-"""Initial values with which the first norms are those of the base's own rows. In float32, ORTHOGONAL also belongs here."""
+"""Initialisations with which DoRA's first norms are the norms of the base's rows. In float32, ORTHOGONAL is another one."""
 
 
 def check_element_types(seen: ModelInspection) -> list[Finding]:
-    """Returns the findings about the adapted model."""
+    """Reports element types of the adapted model that do not fit together."""
     model, dtypes = seen.trained.model, resolve_dtypes(seen.plan, stored_dtype(seen.directory))
     return [*_trained_in_float16(model, seen.plan), *_packed_and_cast(seen.plan, dtypes, packed_dtype(seen.plan, dtypes))]
 
@@ -103,7 +103,7 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
 
 
 def check_zero_rows(seen: ModelInspection) -> list[Finding]:
-    """Reports the first weight that has a row or column of zeros, by which DoRA would divide."""
+    """Reports the first weight that has a row or column of zeros, by whose norm DoRA would divide."""
     model, lora = seen.trained.model, seen.lora
     if not lora.use_dora or lora.init_lora_weights not in (*STARTS_AT_THE_BASE, LoraInit.ORTHOGONAL):
         return []
@@ -117,8 +117,8 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
         weight = layer.get_base_layer().weight
         if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
             continue
-        # Not for a weight with trained rows, which is computed for each use; attached.py refuses it. The files hold a tied weight
-        # under one of its names.
+        # A weight with trained rows has no header here: it is computed for each use, and attached.py refuses it. The files hold a
+        # tied weight under one of its names.
         header = next((headers[other] for other in names.get(id(weight), []) if other in headers), None)
         # If a loader combines a weight from several stored tensors, the check is left to the trainer.
         if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:

@@ -52,7 +52,7 @@ def _wrong_task(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fi
         reason = "is an encoder-decoder model; as a language model it would be the decoder alone, without the encoder's input"
         return [_about(named or config.model_type, "model-of-another-task", reason, SUPPORTED)]
     if type(config) not in mapped:
-        reason = f"is of a kind ({config.model_type}) of which transformers builds no causal language model"
+        reason = f"is of a kind ({config.model_type}) for which transformers has no causal language model"
         return [_about(named or config.model_type, "model-of-another-task", reason, SUPPORTED)]
     mapping = mapped[type(config)]
     built = [built_class.__name__ for built_class in (mapping if isinstance(mapping, list | tuple) else (mapping,))]

@@ -1,6 +1,4 @@
-"""Checks tokens' rows of the embedding. Reports rows that chats need but the base never learnt, and trained rows that no record
-uses.
-"""
+"""Reports rows of the embedding that chats need but the base never learnt, and trained rows that no record uses."""
 
 from __future__ import annotations
 
@@ -54,15 +52,15 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
     except ChatError:
         return []  # another check has reported this
     tokens = special_tokens(tokenizer, text)
-    found: dict[str, list[int]] = {}
+    untrained: dict[str, list[int]] = {}
     for header in _vocabularies(structure, directory):
         rows = _rows(header, [number for number in tokens if number < header.shape[0]])
         wrong = [number for number, row in rows.items() if not any(row) or list(rows.values()).count(row) > 1]
         if wrong:
-            found[header.name] = wrong
-    if not found:
+            untrained[header.name] = wrong
+    if not untrained:
         return []
-    name, wrong = next(iter(found.items()))
+    name, wrong = next(iter(untrained.items()))
     first = f"set spec.method.lora.trainableTokenIndices to {wrong}, " if plan.parallelism.fsdp.version == 2 else ""
     return [
         make_finding(
@@ -73,7 +71,7 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
             "zeros or equal each other: the base has never learnt them, and this job trains no row of it",
             fix=f"{first}name embeddings and lm_head in spec.method.lora.modulesToSave, or use a chatTemplate of tokens that the "
             "base knows",
-            changes=_trained(plan, found),
+            changes=_trained(plan, untrained),
         )
     ]
 
@@ -115,8 +113,8 @@ def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHead
 def _rows(header: TensorHeader, numbers: Sequence[int]) -> dict[int, bytes]:
     """Returns number of each of these rows -> its bytes."""
     length = header.shape[1] * DTYPE_BYTES[header.dtype]
-    with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as held:
-        return {number: held[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
+    with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        return {number: mapped[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
 
 
 def check_trained_rows(seen: Inspection) -> list[Finding]:
@@ -142,7 +140,7 @@ def check_trained_rows(seen: Inspection) -> list[Finding]:
     reason = (
         f"token {first} is the model's padding (pad_token_id in config.json), whose row torch leaves out"
         if first == padding_row
-        else f"no training record has token {first} before its last one"
+        else f"no training record has token {first} before its last token"
     )
     is_all = plan.method.type is MethodType.TRAINABLE_TOKENS and len(unread) == len(set(written)) and seen.added is None
     left = [token for token in written if token not in unread]
@@ -168,7 +166,7 @@ def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool
     """
     ends = map_tables(prepared, TRAIN).document_ends
     shards = TokenShards(prepared, TRAIN)
-    found: set[int] = set()
+    present: set[int] = set()
     num_tokens = int(ends[-1]) if len(ends) else 0
     for start in range(0, num_tokens, _BLOCK_TOKENS):
         stop = min(start + _BLOCK_TOKENS, num_tokens)
@@ -177,7 +175,7 @@ def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool
             # An end is the position after a document's last token.
             inside = ends[np.searchsorted(ends, start, side="right") : np.searchsorted(ends, stop, side="right")]
             tokens[np.asarray(inside) - 1 - start] = -1
-        found |= set(np.intersect1d(tokens, list(wanted)).tolist())
-        if found.issuperset(wanted):
+        present |= set(np.intersect1d(tokens, list(wanted)).tolist())
+        if present.issuperset(wanted):
             break
-    return found
+    return present

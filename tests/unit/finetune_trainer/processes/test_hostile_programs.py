@@ -56,7 +56,7 @@ def test_the_check_of_the_model(behaviour: str, context: Any) -> None:
     job = context()
     child = model_process.start_check(job.plan, job.base_model)
     if behaviour == "garbage":
-        with pytest.raises(ModelCheckError, match="answered with something else than a structure"):
+        with pytest.raises(ModelCheckError, match="answered with something other than a structure"):
             model_process.finish_check(child, job.base_model)
         return
     structure, (finding,) = model_process.finish_check(child, job.base_model)
