@@ -15,7 +15,7 @@ from finetune_trainer.weights.rounding import READ_DTYPES
 
 
 def has_effect(files: Mapping[Shard, Path], base: Checkpoint) -> bool:
-    """Whether any value of the merged model differs from the base's, rounded to the same dtype. Stops at the first that does.
+    """Whether any value of the merged model differs from the base's, rounded to the same dtype. Stops at the first such value.
 
     files: the written shards.
     """

@@ -1,4 +1,4 @@
-"""Finds the class with which transformers loads a base such that PEFT attaches the adapters to it."""
+"""Finds the class that transformers must load a base with so that PEFT attaches the adapters to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Identifies the base of an adapter: by a digest that training writes beside the adapter, or else by the base's name."""
+"""Identifies the base of an adapter: by a digest that training writes next to the adapter, or else by the base's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BASE_KEY = "base_sha256"
 SAMPLED_TENSORS = 1024
 """Maximum number of tensors whose values enter the digest."""
 SAMPLED_BYTES = 4096
-"""Number of bytes of each of them, from its start."""
+"""Number of bytes that are read from the beginning of each of these tensors."""
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
