@@ -170,7 +170,7 @@ def _write(
             if options.refuses_misfits:
                 raise UnsupportedAdapterError(
                     f"{', '.join(map(str, options.adapters))}: {problem} for the element type.",
-                    "give a trained adapter, a wider --dtype, or --force to merge all the same",
+                    "give a trained adapter, a wider --dtype, or --force to merge anyway",
                 )
             log.warning("%s for the element type", problem)
         inputs.require_unchanged(digests)

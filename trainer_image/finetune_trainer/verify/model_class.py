@@ -96,5 +96,5 @@ def _is_inside(model: nn.Module, name: str) -> bool:
 def _unverifiable(base: Path, reason: str) -> UnverifiableModelError:
     return UnverifiableModelError(
         f"{base}: base and adapter cannot be loaded for a comparison with the merged model: {reason}",
-        "the merge itself needs no class: give --no-verify, and compare with what trained the adapter",
+        "give --no-verify to merge without this comparison",
     )

@@ -41,7 +41,7 @@ def require_base(base: Path, adapter: Path) -> None:
         raise UnsupportedAdapterError(
             f"{adapter}: was trained on other weights than those in {base}: their digests differ. Merged with "
             "these, the adapter would give a model that was never trained.",
-            "give the base of the training, or --force to merge all the same",
+            "give the base of the training, or --force to merge anyway",
         )
 
 
