@@ -239,6 +239,7 @@ GENERATORS = {
 }
 
 
+@pytest.mark.nightly
 def test_a_generator_writes_its_page_as_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "docs/reference").mkdir(parents=True)
     for name, module in GENERATORS.items():

@@ -146,7 +146,10 @@ def predicted(kind: str, lora: dict[str, Any]) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "lora", "tolerance"),
-    table(__file__, "test_a_compiled_layer_keeps_what_is_predicted"),
+    [
+        pytest.param(*row, marks=pytest.mark.nightly if number else ())
+        for number, row in enumerate(table(__file__, "test_a_compiled_layer_keeps_what_is_predicted"))
+    ],
     ids=["llama", "two projections", "qwen2", "qwen3", "starcoder2", "phi3", "olmo2", "glm4"],
 )
 def test_a_compiled_layer_keeps_what_is_predicted(kind: str, lora: dict[str, Any], tolerance: float) -> None:

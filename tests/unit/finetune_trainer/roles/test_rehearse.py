@@ -126,6 +126,7 @@ def requiring(job: Any) -> Any:
     return replace(job, plan=job.plan.model_copy(update={"placement": placement_of("strict", profile, RunSpec())}))
 
 
+@pytest.mark.nightly
 def test_a_verdict_that_a_claim_keeps_is_not_trusted_where_the_profile_requires_a_rehearsal(
     context: Any, recorded: Any, monkeypatch: Any
 ) -> None:
@@ -153,6 +154,7 @@ def test_no_rehearsal_is_refused_where_the_profile_requires_one(context: Any, re
     assert [each.rule for each in recorded(skipped)[0].findings] == ["rehearsal-required"]
 
 
+@pytest.mark.nightly
 def test_other_settings_are_rehearsed_again(context: Any, recorded: Any) -> None:
     recorded(context({"preflight.rehearsal": "Run"}))
     assert "begin" in recorded(context({"preflight.rehearsal": "Run", "method.lora.r": 4}))[1]
@@ -270,6 +272,7 @@ def _train_in_forks(plan: RunPlan, model: Path, root: Path) -> int:
     return 0
 
 
+@pytest.mark.nightly
 def test_a_forked_rank_learns_what_a_started_one_learns(context: Any, model: Path, tmp_path: Path) -> None:
     """To the bit: losses, norms, and the adapter's bytes."""
     plan = context({"preflight.rehearsal": "Run", "parallelism.processesPerNode": 1}).plan

@@ -202,6 +202,7 @@ def test_killed_ranks_are_started_again_in_the_pod_and_the_result_has_the_bytes_
     assert timeline.attempts[1].first_step > 0
 
 
+@pytest.mark.nightly
 def test_an_attempt_has_as_many_restarts_as_it_may_in_whatever_pod(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port, restarts=1)
@@ -227,6 +228,7 @@ def test_an_attempt_has_as_many_restarts_as_it_may_in_whatever_pod(tmp_path: Pat
     assert [one.rank for one in again.report().restarts] == [1]
 
 
+@pytest.mark.nightly
 def test_a_stop_between_two_runs_of_the_ranks_is_a_preemption(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port, restarts=2)
@@ -253,6 +255,7 @@ def test_a_stopped_rank_is_named_and_everything_ends(tmp_path: Path, port: int, 
     assert not Path(f"/proc/{stopped}").exists()
 
 
+@pytest.mark.nightly
 def test_sigterm_again_and_again_is_one_sigterm(tmp_path: Path, port: int, start: Callable[..., Pod]) -> None:
     context = run_context(tmp_path, tiny_spec(training=ENDLESS, checkpoint={"everySteps": 1000}))
     pod = start(context, port)
@@ -319,6 +322,7 @@ def _leaves(is_late: bool) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("visible", [{}, {"CUDA_VISIBLE_DEVICES": "2,3", "HIP_VISIBLE_DEVICES": "1"}])
 def test_forked_ranks_can_use_the_devices_that_the_pod_sees(
     tmp_path: Path, port: int, start: Callable[..., Pod], visible: dict[str, str]

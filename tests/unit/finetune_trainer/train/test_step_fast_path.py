@@ -21,7 +21,7 @@ from finetune_trainer.train.step import compute_gradients
 from tests.support.shapes import SHAPES, SmallRun, plan_of_shape, write_shape
 from tests.unit.finetune_trainer.train.recorded_steps import distance
 
-KINDS = ["llama", "qwen3", "gemma2", "mixtral", "gpt2"]
+KINDS = ["llama", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("qwen3", "gemma2", "mixtral", "gpt2"))]
 FIT_FOR_VARLEN = {"llama", "qwen3", "mixtral", "gpt2"}
 ROUNDING = 2**-8
 """Of bfloat16, relative: half a unit of the last of 8 bits."""
@@ -76,7 +76,12 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_reference(tmp_path: Path, k
 
 
 OTHERS = pytest.mark.parametrize(
-    "method", [{"dropout": "0.25"}, {"method": "QLoRA"}, {"method": "QLoRA", "dropout": "0.25"}], ids=str
+    "method",
+    [
+        *(pytest.param(method, marks=pytest.mark.nightly) for method in ({"dropout": "0.25"}, {"method": "QLoRA"})),
+        {"method": "QLoRA", "dropout": "0.25"},
+    ],
+    ids=str,
 )
 """LoRA with dropout, which draws the same numbers either way, and on a base of 4 bits."""
 

@@ -225,6 +225,7 @@ def test_a_device_computes_all_of_it(max_whole_bytes: int, tmp_path: Path, monke
         compare_logits([reference], tmp_path / "merged", [[3, 4, 5]], tmp_path)
 
 
+@pytest.mark.nightly
 def test_memory_is_bounded_by_the_largest_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = made(tmp_path / "small", "llama")
     shape = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12, "num_attention_heads": 8}
