@@ -252,7 +252,7 @@ def init(
     answers = ask(given, records, is_terminal=sys.stdin.isatty())
     text, report = manifest_text(answers)
     if report.exit_code is ExitCode.DONE and records is not None:
-        text, report, messages = made_for(text, records)
+        text, report, messages = made_for(text, answers, records)
         typer.echo("".join(f"{line}\n" for line in messages), nl=False, err=True)
     if report.exit_code is not ExitCode.DONE:
         typer.echo(report_text(report), nl=False, err=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,20 +15,29 @@ import typer
 from finetune_cli.checks.fix import fix
 from finetune_cli.checks.validate import Report, validate_files
 from finetune_cli.commands.data import FirstRecords
-from finetune_cli.documents import document_text
+from finetune_cli.documents import document_text, read_documents
+from finetune_cli.edit_yaml import edit_document
 from finetune_cli.exit_codes import LocalError
 from finetune_job.api.base import ClaimPath, HubPath, parse_source
 from finetune_job.api.inputs import DataFormat, DataSpec
-from finetune_job.api.training import TrainingSpec
 from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
 from finetune_job.rules.rule import changes_text
 from finetune_job.rules.sources import commit_command
 
-_BATCH = TrainingSpec().global_batch_size
 _QUESTIONS = {
     "model": ("Base model (hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH)", "--model"),
     "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data"),
 }
+_FIELDS = {
+    "model": "spec.model.source",
+    "data": "spec.data.source",
+    "revision": "spec.model.revision",
+    "data_revision": "spec.data.revision",
+}
+_STAND_INS = {"model": "pvc://models/base", "data": "pvc://data/train.jsonl"}
+"""Answers in place of those that are not given yet, so that a first answer can be checked."""
+MOST_DEVICES = 64
+"""Maximum of spec.parallelism.processesPerNode."""
 _COMMIT = "Commit of {}, 40 digits (`{}` prints it)"
 _FORMAT = f"Format of the records ({', '.join(DataFormat)})"
 _NAME = "the manifest"
@@ -57,7 +69,8 @@ def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: boo
     answers = given
     for field, (question, option) in _QUESTIONS.items():
         if getattr(answers, field) is None:
-            asked: dict[str, Any] = {field: _asked(question, option, is_terminal=is_terminal)}
+            check = _checks(answers, field, records)
+            asked: dict[str, Any] = {field: _asked(question, option, check, is_terminal=is_terminal)}
             answers = replace(answers, **asked)
     for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
         address = getattr(answers, source)
@@ -66,32 +79,79 @@ def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: boo
         except ValueError:
             continue  # validation refuses it
         if isinstance(place, HubPath) and getattr(answers, field) is None:
-            asked = {field: _asked(_COMMIT.format(address, commit_command(place)), option, is_terminal=is_terminal)}
+            question, check = _COMMIT.format(address, commit_command(place)), _checks(answers, field, records)
+            asked = {field: _asked(question, option, check, is_terminal=is_terminal)}
             answers = replace(answers, **asked)
     if answers.devices is None:
-        devices = typer.prompt("GPUs of one node, or CPU ranks", default=1, type=int, err=True) if is_terminal else 1
+        devices = (
+            typer.prompt("GPUs of one node, or CPU ranks", default=1, value_proc=_device_count, err=True) if is_terminal else 1
+        )
         answers = replace(answers, devices=devices)
     if answers.format is None and is_terminal and unseen(answers, records):
-        usual = DataSpec().format
+        usual = usual_format(answers, records)
         answers = replace(answers, format=typer.prompt(_FORMAT, default=usual, type=DataFormat, err=True).value)
     return answers
 
 
 def unseen(answers: Answers, records: FirstRecords | None) -> bool:
     """Whether the training data is not on this machine."""
-    try:
-        place = parse_source(answers.data or "")
-    except ValueError:
-        return False
-    if records is None or not isinstance(place, ClaimPath):
-        return True
-    return not (records.claim_paths.get(place.claim, records.claims / place.claim) / place.path).exists()
+    place = _local(answers.data, records)
+    return place is None or not place.exists()
 
 
-def _asked(question: str, option: str, *, is_terminal: bool) -> str:
+def usual_format(answers: Answers, records: FirstRecords | None) -> DataFormat:
+    """The format of records that are not seen: chats, if the model is here and has a template for them."""
+    model = _local(answers.model, records)
+    if model is not None and (model / "chat_template.jinja").is_file():
+        return DataFormat.CHAT
+    with suppress(OSError, ValueError):
+        if model is not None and "chat_template" in json.loads((model / "tokenizer_config.json").read_text()):
+            return DataFormat.CHAT
+    return DataSpec().format
+
+
+def _local(source: str | None, records: FirstRecords | None) -> Path | None:
+    """The path on this machine of a source on a claim; None for other sources, also for those that validation refuses."""
+    with suppress(ValueError):
+        place = parse_source(source or "")
+        if records is not None and isinstance(place, ClaimPath):
+            return records.claim_paths.get(place.claim, records.claims / place.claim) / place.path
+    return None
+
+
+def _checks(answers: Answers, field: str, records: FirstRecords | None) -> Callable[[str], str]:
+    """Return the check of an answer by the rules, which raises BadParameter so that it is asked for again."""
+
+    def check(text: str) -> str:
+        given = {**_STAND_INS, **{name: value for name in _FIELDS if (value := getattr(answers, name)) is not None}, field: text}
+        _, report = manifest_text(replace(answers, **given))
+        for finding in (finding for verdict in report.verdicts for finding in verdict.findings):
+            if finding.severity == "error" and finding.field == _FIELDS[field]:
+                raise typer.BadParameter(f"{finding.message}; {finding.fix}")
+        place = _local(text, records)
+        if (
+            records is not None
+            and place is not None
+            and records.claims != place.parent
+            and place.parent.is_dir()
+            and not place.exists()
+        ):
+            raise typer.BadParameter(f"{place} does not exist")
+        return text
+
+    return check
+
+
+def _device_count(text: Any) -> int:
+    if not str(text).strip().isdecimal() or not 1 <= int(text) <= MOST_DEVICES:
+        raise typer.BadParameter(f"{text} is not a number from 1 to {MOST_DEVICES}")
+    return int(text)
+
+
+def _asked(question: str, option: str, check: Callable[[str], str], *, is_terminal: bool) -> str:
     if not is_terminal:
         raise LocalError(f"{option}: is missing ({question})")
-    return str(typer.prompt(question, err=True)).strip()
+    return str(typer.prompt(question, err=True, value_proc=lambda text: check(str(text).strip())))
 
 
 def manifest_text(answers: Answers) -> tuple[str, Report]:
@@ -106,14 +166,12 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
             place["revision"] = revision
     scheme, _, rest = answers.destination.partition("://")
     is_whole_claim = scheme == "pvc" and "/" not in rest.rstrip("/")
-    ranks = answers.nodes * (answers.devices or 1)
-    batch = -(-_BATCH // ranks) * ranks
     spec: dict[str, Any] = {
         **({"profile": answers.profile} if answers.profile else {}),
         "model": model,
         "data": data,
         "method": {"type": "LoRA"},
-        "training": {"epochs": 1, **({} if batch == _BATCH else {"globalBatchSize": batch})},
+        "training": {"epochs": 1},
         "parallelism": {"nodes": answers.nodes, "processesPerNode": answers.devices or 1},
         "output": {"destination": f"{answers.destination.rstrip('/')}/{name}" if is_whole_claim else answers.destination},
         "workspace": {"claimName": answers.workspace},
@@ -123,14 +181,24 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
     return text, validate_files([(_NAME, text)], None)
 
 
-def made_for(text: str, records: FirstRecords) -> tuple[str, Report, list[str]]:
+def made_for(text: str, answers: Answers, records: FirstRecords) -> tuple[str, Report, list[str]]:
     """Adapt an accepted manifest to the first records. Raises LocalError.
 
     Return the manifest, the report on it, and messages about what was changed or not looked at.
     """
     (fixed,) = fix([(_NAME, text)], records=records.findings)
     messages = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]
-    return fixed.text, records.judged(validate_files([(_NAME, fixed.text)]), messages.append), messages
+    text, wanted = fixed.text, read_documents(fixed.text)[0].content
+    data = wanted["spec"]["data"]
+    is_seen, is_pair = not unseen(answers, records), data.get("format", DataSpec().format) == DataFormat.PROMPT_COMPLETION
+    if answers.format is None and is_seen and is_pair and usual_format(answers, records) is DataFormat.CHAT:
+        data |= {
+            "format": DataFormat.CHAT.value,
+            "mapping": data.get("mapping", {"prompt": "prompt", "completion": "completion"}),
+        }
+        text = edit_document(text, 1, wanted)
+        messages.append("the model has a chat template, so each prompt is asked by the user and each completion is the answer")
+    return text, records.judged(validate_files([(_NAME, text)]), messages.append), messages
 
 
 def write_new(file: Path, text: str) -> None:

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from finetune_cli.app import app
 from finetune_cli.change_verbs import RecordFormat
 from finetune_cli.checks.validate import validate
-from finetune_cli.commands.init import HEAD, Answers, ask, manifest_text
+from finetune_cli.commands.data import FirstRecords
+from finetune_cli.commands.init import HEAD, Answers, ask, manifest_text, usual_format
 from finetune_cli.exit_codes import ExitCode, LocalError
 from finetune_job.api.inputs import DataFormat
 from tests.support.cases import table
@@ -104,6 +105,7 @@ def test_a_name_is_made_from_the_model(model: str, name: str) -> None:
     assert yaml.safe_load(text)["metadata"]["name"] == name
 
 
+PAIR = {"prompt": "q", "completion": "a"}
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
@@ -162,3 +164,67 @@ def test_of_records_that_are_not_here_the_format_is_told_or_given(
 
 def test_formats_are_those_of_the_manifest() -> None:
     assert [each.value for each in RecordFormat] == [each.value for each in DataFormat]
+
+
+def test_each_answer_is_checked_when_it_is_given(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").touch()
+    records = FirstRecords(tmp_path, {}, is_given=False)
+    typed = [
+        "base",
+        "hf://datasets/o/n",
+        "hf://o/n",
+        "pvc://data/trian.jsonl",
+        "pvc://data/train.jsonl",
+        "main",
+        COMMIT,
+        "0",
+        "2",
+    ]
+    with CliRunner().isolation(input="\n".join(typed)) as (_, errors, *_):
+        answers = ask(Answers(None, None), records, is_terminal=True)
+        told = errors.getvalue().decode().split("Error: ")[1:]
+    assert (answers.model, answers.revision, answers.data) == ("hf://o/n", COMMIT, "pvc://data/train.jsonl")
+    assert (answers.devices, answers.format) == (2, None)
+    for said, words in zip(told, ["pvc://", "names a data set", "trian.jsonl does not exist", "40", "from 1 to 64"], strict=True):
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("record", "template", "given", "written"),
+    [
+        (
+            {"prompt": "q", "completion": "a"},
+            True,
+            [],
+            {"format": "Chat", "mapping": {"prompt": "prompt", "completion": "completion"}},
+        ),
+        ({"instruction": "q", "output": "a"}, True, [], {"format": "Chat", "mapping": {"preset": "Alpaca"}}),
+        (PAIR, False, [], {}),
+        (PAIR, True, ["--format", "PromptCompletion"], {"format": "PromptCompletion"}),
+        (CHAT, True, [], {"format": "Chat"}),
+        ({"text": "a"}, True, [], {"format": "Text"}),
+    ],
+)
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
+def test_records_of_pairs_are_chats_for_a_model_with_a_chat_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, record: dict, template: bool, given: list[str], written: dict
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/claims/data").mkdir(parents=True)
+    write(tmp_path / "runs/claims/data/train.jsonl", [record])
+    (tmp_path / "runs/claims/models/base").mkdir(parents=True)
+    if template:
+        (tmp_path / "runs/claims/models/base" / file).write_text('{"chat_template": "{{ messages }}"}')
+    done = init(*PLACES, *given)
+    assert yaml.safe_load(done.stdout)["spec"]["data"] == {"source": "pvc://data/train.jsonl", **written}, done.stderr
+    assert ("the model has a chat template" in done.stderr) == ("mapping" in written)
+
+
+def test_records_that_are_elsewhere_are_taken_for_chats_if_the_model_has_a_template(tmp_path: Path) -> None:
+    (tmp_path / "models/base").mkdir(parents=True)
+    records = FirstRecords(tmp_path, {}, is_given=False)
+    answers = Answers("pvc://models/base", "s3://bucket/data")
+    assert usual_format(answers, records) is DataFormat.PROMPT_COMPLETION
+    (tmp_path / "models/base/chat_template.jinja").touch()
+    assert usual_format(answers, records) is DataFormat.CHAT
