@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune_cli.checks.commits import with_commits
 from finetune_cli.checks.validate import DocumentOutcome, Profiles, judge, known_profiles
 from finetune_cli.documents import Document, DocumentError, is_list, read_documents
 from finetune_cli.edit_yaml import edit_document
@@ -17,6 +18,7 @@ from finetune_job.finding import Finding
 from finetune_job.names import JOB_KIND
 from finetune_job.rules.book import rule_by_id
 from finetune_job.rules.rule import with_changes
+from finetune_job.rules.sources import NO_COMMIT, WITHOUT_COMMIT
 
 Records = Callable[[FineTuneJob], Sequence[Finding]]
 """Returns the findings on a job's first records; called only for a job that the rules accept."""
@@ -58,7 +60,8 @@ def fix(files: Sequence[tuple[str, str]], profile: str | None = None, records: R
 
 def _is_for_programs(finding: Finding) -> bool:
     rule = rule_by_id(finding.rule)
-    return bool(finding.changes) and not finding.is_proposal and not (rule is not None and rule.needs_human)
+    needs_human = rule is not None and rule.needs_human and (rule.id != WITHOUT_COMMIT or NO_COMMIT in str(finding.changes))
+    return bool(finding.changes) and not finding.is_proposal and not needs_human
 
 
 def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list[tuple[str, Finding]]) -> Any:
@@ -78,7 +81,8 @@ def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list
             # If a file has two kinds of records, the fix for one may break the other. Fixes that were undone are not listed.
             del made[first + before.index(text) :]
             break
-        finding = next(filter(_is_for_programs, _findings(content, profiles, records)), None)
+        found = (with_commits(finding, content) for finding in _findings(content, profiles, records))
+        finding = next(filter(_is_for_programs, found), None)
         if finding is None:
             break
         before.append(text)

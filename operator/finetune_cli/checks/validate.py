@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from finetune_cli.checks.commits import with_commits
 from finetune_cli.documents import Document, DocumentError, objects_of, problem, read_documents
 from finetune_cli.exit_codes import ExitCode
 from finetune_cli.manifest import is_meant_as_job, parse_job, parse_profile
@@ -172,9 +173,10 @@ class Profiles:
 def _job_verdict(document: Document, profiles: Profiles) -> DocumentVerdict:
     job = parse_job(document.content)
     if isinstance(job, list):
-        return _unusable(document, tuple(job))
+        return _unusable(document, tuple(with_commits(finding, document.content) for finding in job))
     profile = profiles.of(job)
-    outcome, findings = judge(job, profile)
+    outcome, judged = judge(job, profile)
+    findings = tuple(with_commits(finding, document.content) for finding in judged)
     verdict = DocumentVerdict(document.number, JOB_KIND, job.metadata.name, outcome, findings, job, file=document.file)
     if outcome is DocumentOutcome.REFUSED:
         return verdict

@@ -360,13 +360,16 @@ def _sizes(text: str) -> Iterator[tuple[str, bool]]:
 def _address(wrong: WrongField, written: str, pattern: str) -> Iterator[Proposal]:
     """Yield the likeliest address for a link, a repository's name on the Hub, or a path on this machine."""
     use: Use = "model" if wrong.place[-2:-1] == ("model",) else _USES[pattern]
-    text, note = written.strip().strip("\"'"), ""
+    text, note, revision = written.strip().strip("\"'"), "", NO_COMMIT
     if not text or len(text) > _LONGEST_ADDRESS:
         return
     if (link := _HUB_LINK.match(text)) is not None:
         address = "hf://" + _HUB_BRANCH.sub("", link[1], count=1)
     elif use != "output" and _HUB_NAME.fullmatch(text) and not _FILE.search(text):
         address = f"hf://{HUB_DATASETS if use == 'data' else ''}{text}"
+    elif text.startswith("hf://") and "@" in text:
+        address, _, name = text.partition("@")
+        revision = name if len(name) == len(NO_COMMIT) else NO_COMMIT
     elif "://" in text:
         return
     else:
@@ -376,13 +379,13 @@ def _address(wrong: WrongField, written: str, pattern: str) -> Iterator[Proposal
     if not is_form(pattern, address):
         return
     # A Hub address needs a commit for reading, or a token for writing.
-    key, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", NO_COMMIT)
+    key, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", revision)
     place = (*wrong.place[:-1], key)
     is_incomplete = address.startswith("hf://") and value_at(wrong.content, place) is None
     if is_incomplete:
         note = "a secretRef with a write token" if use == "output" else "a revision: the commit that the repository's page shows"
     fix = f"write {yaml_text(address)}" + (f", and {note}" if note else "")
-    yield _write(wrong, address, fix, more=((place, value),) if is_incomplete else ())
+    yield _write(wrong, address, fix, more=((place, value),) if is_incomplete else (), is_certain=revision != NO_COMMIT)
 
 
 def _slug(text: str) -> str:

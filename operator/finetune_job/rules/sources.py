@@ -16,6 +16,7 @@ from finetune_job.rules.rule import Problem, RuleContext, rule
 _DATASETS = "data.datasets"
 NO_COMMIT = "0" * 40
 """Example of a commit for a fix, since only the user knows the real one. No repository has it, so fetching it fails clearly."""
+WITHOUT_COMMIT = "hub-source-without-revision"
 _NUMBER = re.compile(r"data\.datasets\[(\d+)\]")
 
 
@@ -78,7 +79,7 @@ def commit_command(place: HubPath) -> str:
     return f"git ls-remote https://huggingface.co/{kind}{place.repository} HEAD"
 
 
-@rule("hub-source-without-revision")
+@rule(WITHOUT_COMMIT)
 def hub_source_without_revision(context: RuleContext) -> Problem | None:
     edits = [
         _SourceEdit(named, named.source, NO_COMMIT)
