@@ -19,7 +19,7 @@ from finetune_job.methods import METHODS, Family, lora_kind
 from finetune_job.names import workspace_claim_name
 from finetune_job.plan.method_plan import QuantizationPlan
 from finetune_job.plan.resolve_model import DEFAULT_DOUBLE_QUANT, DEFAULT_QUANT_TYPE
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import GLOBAL_BATCH_FIELD, RunPlan
 from finetune_job.rules.rule import changes_text
 from finetune_job.sharding import SHARDED_BITS
 from finetune_memory.estimate import Estimate
@@ -193,6 +193,8 @@ def _on_more_ranks(plan: RunPlan, factor: int, fields: dict[str, Any], values: d
         return _Change(_RANKS_COST + factor, fields, {"parallelism": values})
     larger = -(-batch // ranks) * ranks
     parts = {"parallelism": values, "training": {"global_batch_size": larger}}
+    if plan.leaves_open(GLOBAL_BATCH_FIELD):
+        return _Change(_RANKS_COST + factor, fields, parts)
     return _Change(_RANKS_COST + factor + _ENLARGE_COST, {**fields, "training.globalBatchSize": larger}, parts)
 
 

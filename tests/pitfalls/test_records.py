@@ -11,8 +11,8 @@ import pytest
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.batches import PreparedData
-from finetune_trainer.data.packing import occurrences
 from finetune_trainer.data.prepare import SplitFacts, prepare
+from finetune_trainer.data.records import occurrences
 from finetune_trainer.data.shards import TRAIN
 from finetune_trainer.data.sources import list_sources
 from tests.pitfalls.manifests import plans, specs

@@ -10,8 +10,9 @@ from transformers import TrainingArguments
 from transformers.optimization import get_scheduler, get_wsd_schedule
 
 from finetune_job.plan.run_plan import TrainingPlan
+from finetune_trainer.data.steps import total_steps
 from finetune_trainer.train.batches import global_batch, micro_batch
-from finetune_trainer.train.policy import learning_rate, total_steps
+from finetune_trainer.train.policy import learning_rate
 from tests.pitfalls.manifests import plans, settled
 
 STEPS = 20

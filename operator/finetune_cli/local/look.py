@@ -81,11 +81,10 @@ def look(
         is_model_here = location.claim in directories and (model.is_dir() or location not in to_fetch)
         order = {
             "claims_root": root,
-            "settings": plan.data.model_dump(mode="json", exclude={"train", "validation", "packing"}),
             "sources": [{"split": split, **dataset.model_dump(mode="json")} for split, dataset in here],
             "model": str(model) if model.is_dir() else None,
-            "added_tokens": [token.model_dump() for token in plan.model.added_tokens],
             "model_files": model_files if checks_model and is_model_here else None,
+            "plan": plan.model_dump(mode="json"),
             "limit": limit,
             "shown": shown,
             "only_existing": not must_exist or any(dataset.location in to_fetch for _, dataset in here),

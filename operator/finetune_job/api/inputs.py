@@ -70,6 +70,15 @@ class DataFormat(StrEnum):
     TEXT = "Text"
 
 
+class OnInvalidRecord(StrEnum):
+    """What happens if records cannot be used, such as a line that is not JSON."""
+
+    FAIL = "Fail"
+    """The job is refused."""
+    SKIP = "Skip"
+    """They are left out and listed, if they are at most one in twenty of their source."""
+
+
 class LossOn(StrEnum):
     """The tokens that are supervised."""
 
@@ -214,6 +223,10 @@ class DataSpec(ApiModel):
     """Longest sequence, in tokens. Longer records are dropped and counted, never cut."""
     packing: bool = True
     """Fill each sequence with whole records; their boundaries are kept, so no record sees another."""
+    on_invalid_record: OnInvalidRecord = OnInvalidRecord.FAIL
+    """Fail: a record that cannot be used refuses the job. Skip: such records are left out and listed, if they are at most 5 % of
+    their source. A file that cannot be read to its end, and keys such as labels that ask for another training, refuse the job
+    either way."""
     loss_on: LossOn | None = None
     """Supervised tokens. Unset: Assistant for Chat, Completion for PromptCompletion, All for Text."""
 

@@ -63,8 +63,9 @@ class TrainingSpec(ApiModel):
     """Passes over the data. Exactly one of epochs and maxSteps."""
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
     """Optimizer steps. Exactly one of epochs and maxSteps."""
-    global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 16
-    """Sequences per optimizer step, over all ranks."""
+    global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """Sequences per optimizer step, over all ranks. Unset: 16, or the next number that splits evenly over ranks and
+    micro-batches; if the data make fewer sequences, preflight chooses the largest such number that they fill."""
     micro_batch_size: Annotated[int, Field(ge=1, le=65_536)] | None = None
     """Sequences per rank and forward pass. Unset: the largest divisor of globalBatchSize / ranks, at most 8, for which preflight
     finds that a rank has memory."""

@@ -139,6 +139,7 @@ def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) 
         template_arguments=data.template_arguments or {},
         max_sequence_length=data.max_sequence_length,
         packing=data.packing,
+        on_invalid_record=data.on_invalid_record,
         loss_on=choices.pick("data.lossOn", data.loss_on, loss_on, reason),
     )
 

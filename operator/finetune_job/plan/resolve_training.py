@@ -8,6 +8,7 @@ from finetune_job.api.method import MethodType
 from finetune_job.api.training import ActivationCheckpointing, EvaluationSpec, OptimizerName, Precision, Scheduler
 from finetune_job.plan.choices import Choices
 from finetune_job.plan.run_plan import (
+    GLOBAL_BATCH_FIELD,
     MICRO_BATCH_FIELD,
     PRECISION_FIELD,
     RECOMPUTATION_FIELD,
@@ -17,6 +18,8 @@ from finetune_job.plan.run_plan import (
     TrainingPlan,
 )
 
+USUAL_BATCH = 16
+"""Global batch that is chosen if it splits evenly over ranks and micro-batches, and the data fill it."""
 LARGEST_CHOSEN_MICRO_BATCH = 8
 """Largest micro-batch that is chosen, in sequences; above it the memory of activations grows faster than the throughput."""
 
@@ -34,7 +37,11 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath,
     """Resolve the settings of training. workspace: the directory of the job on its claim."""
     training = spec.training
     full = spec.method.type is MethodType.FULL
-    per_rank = training.global_batch_size // world_size(spec)
+    unit = world_size(spec) * (training.micro_batch_size or 1)
+    usual = -(-USUAL_BATCH // unit) * unit
+    reason = f"preflight chooses: {usual}, or fewer if the data make fewer sequences"
+    batch = choices.leave(GLOBAL_BATCH_FIELD, training.global_batch_size, usual, reason)
+    per_rank = batch // world_size(spec)
     sizes = micro_batch_sizes(per_rank)
     micro = (
         choices.leave(
@@ -49,7 +56,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath,
     return TrainingPlan(
         epochs=training.epochs,
         max_steps=training.max_steps,
-        global_batch_size=training.global_batch_size,
+        global_batch_size=batch,
         micro_batch_size=micro,
         gradient_accumulation_steps=per_rank // micro,
         learning_rate=float(

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.api.enumerations import Dtype, MergeBase
-from finetune_job.api.inputs import Attention, DataFormat, LossOn
+from finetune_job.api.inputs import Attention, DataFormat, LossOn, OnInvalidRecord
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing, GradientReduction, OptimizerName, Precision, Scheduler
 from finetune_job.plan.launch_plan import (
@@ -99,6 +99,7 @@ class DataPlan(PlacedData):
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     max_sequence_length: int
     packing: bool
+    on_invalid_record: OnInvalidRecord = OnInvalidRecord.FAIL
     loss_on: LossOn
 
 
@@ -238,6 +239,12 @@ class RunPlan(LaunchPlan):
         return any(choice.field == field and choice.value is None for choice in self.choices)
 
     @property
+    def batch_unit(self) -> int:
+        """Number of sequences of which the global batch must be a multiple: a micro-batch that the manifest sets is kept."""
+        is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in self.choices)
+        return self.parallelism.world_size * (1 if is_chosen else self.training.micro_batch_size)
+
+    @property
     def leaves_batches_open(self) -> bool:
         """Whether preflight chooses how a rank computes its share of a step."""
         return self.leaves_open(MICRO_BATCH_FIELD) or self.leaves_open(RECOMPUTATION_FIELD)
@@ -249,10 +256,16 @@ class RunPlan(LaunchPlan):
 
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
         """Return the first choice for an open field whose value preflight could not have chosen for this plan."""
-        return next((choice for choice in chosen if self.leaves_open(choice.field) and not self._can_be(choice)), None)
+        chosen = [choice for choice in chosen if self.leaves_open(choice.field)]
+        batch = [choice for choice in chosen if choice.field == GLOBAL_BATCH_FIELD]
+        if batch and all(map(self._can_be, batch)):
+            return self.with_choices(batch).wrong_choice(chosen)
+        return next((choice for choice in chosen if not self._can_be(choice)), None)
 
     def _can_be(self, choice: Choice) -> bool:
         value = choice.value
+        if choice.field == GLOBAL_BATCH_FIELD:
+            return type(value) is int and 1 <= value <= self.training.global_batch_size and value % self.batch_unit == 0
         if choice.field == MICRO_BATCH_FIELD:
             of_rank = self.training.global_batch_size // self.parallelism.world_size
             return type(value) is int and 1 <= value <= of_rank and of_rank % value == 0
@@ -272,6 +285,8 @@ class RunPlan(LaunchPlan):
         plan = self.model_copy(update={"choices": tuple(by_field.get(choice.field, choice) for choice in self.choices)})
         if RESHARDING_FIELD in by_field:
             plan = plan.with_fsdp(reshard_after_forward=by_field[RESHARDING_FIELD].value)
+        if GLOBAL_BATCH_FIELD in by_field:
+            plan = plan.with_training(global_batch_size=by_field[GLOBAL_BATCH_FIELD].value)
         if MICRO_BATCH_FIELD in by_field:
             plan = plan.with_training(micro_batch_size=by_field[MICRO_BATCH_FIELD].value)
         if RECOMPUTATION_FIELD in by_field:
@@ -288,7 +303,7 @@ class RunPlan(LaunchPlan):
         return self.model_copy(update={"model": self.model.model_copy(update={"attention": attention})})
 
     def with_training(self, **values: Any) -> Self:
-        """Return the plan with other values of `TrainingPlan`; the global batch stays the same."""
+        """Return the plan with other values of `TrainingPlan`, and the accumulation that follows from them."""
         training = self.training.model_copy(update=values)
         at_once = training.micro_batch_size * self.parallelism.world_size
         training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
@@ -303,6 +318,7 @@ class RunPlan(LaunchPlan):
 ATTENTION_FIELD = "spec.model.attention"
 PRECISION_FIELD = "spec.training.precision"
 RESHARDING_FIELD = "spec.parallelism.fsdp.reshardAfterForward"
+GLOBAL_BATCH_FIELD = "spec.training.globalBatchSize"
 MICRO_BATCH_FIELD = "spec.training.microBatchSize"
 RECOMPUTATION_FIELD = "spec.training.activationCheckpointing"
 TRAINED_ROWS_FIELD = "spec.method.lora.trainableTokenIndices"

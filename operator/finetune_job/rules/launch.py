@@ -38,7 +38,7 @@ def compile_with_selective_checkpointing(context: RuleContext) -> Problem | None
 def global_batch_not_divisible(context: RuleContext) -> Problem | None:
     training, ranks = context.spec.training, world_size(context.spec)
     unit = ranks * (training.micro_batch_size or 1)
-    if training.global_batch_size % unit == 0:
+    if training.global_batch_size is None or training.global_batch_size % unit == 0:
         return None
     changes: dict[str, Any] = {}
     if unit > LARGEST_GLOBAL_BATCH:

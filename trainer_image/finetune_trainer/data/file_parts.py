@@ -21,7 +21,16 @@ from pydantic import ConfigDict, Field
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
-from finetune_trainer.data.records import Count, CountedProblems, UnreadKeys, count_left_out, count_problem, count_unread
+from finetune_trainer.data.records import (
+    Count,
+    CountedProblems,
+    InvalidPlaces,
+    UnreadKeys,
+    count_left_out,
+    count_problem,
+    count_unread,
+    list_place,
+)
 from finetune_trainer.data.render_limit import RecordNote
 from finetune_trainer.data.shards import TOKEN_TYPE, encode
 from finetune_trainer.data.tokenize import EndlessTemplateError, TokenizedDocument, Tokenizer, tokenize, with_something_learnt
@@ -55,11 +64,13 @@ class PartSettings:
     """Tokens at which generation stops. A turn that calls a tool may end with a different token than a turn of words."""
     mapping: MappingPlan = UNMAPPED
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
+    skips_invalid: bool = False
+    """Whether wrong records are skipped, up to a share of the source."""
 
     @property
-    def problems_need_tokens(self) -> bool:
-        """Whether some problems of records show only when they are tokenised."""
-        return self.data_format is DataFormat.CHAT
+    def goes_on(self) -> bool:
+        """Whether records after a wrong one are tokenised: they are used, or their own problems only show then."""
+        return self.skips_invalid or self.data_format is DataFormat.CHAT
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,10 @@ class PartResult:
     lengths: Annotated[dict[Count, Count], Field(max_length=64)] = field(default_factory=dict)
     """Histogram of record lengths: length rounded up to a power of two -> number of records, including dropped ones."""
     problems: CountedProblems = field(default_factory=dict)
+    num_invalid: Count = 0
+    invalid_places: InvalidPlaces = field(default_factory=list)
+    must_fail: bool = False
+    """One of the problems is not one of a single record, so nothing is skipped."""
     left_out: CountedProblems = field(default_factory=dict)
     """Content of kept records that a chat template leaves out, counted once for each record and kind of problem."""
     unread: UnreadKeys = field(default_factory=dict)
@@ -118,6 +133,9 @@ class PartResult:
     def found_problem(self, problem: RecordProblem) -> None:
         """Count a problem."""
         count_problem(self.problems, problem)
+        self.num_invalid += 1
+        self.must_fail |= problem.is_of_source
+        list_place(self.invalid_places, problem)
 
     def found_endless(self, problem: RecordProblem) -> None:
         """Count the record for which the template did not finish."""
@@ -149,8 +167,8 @@ def documents_file(result: Path) -> Path:
 def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
     """Do the task. An unreadable file is reported in the result; OSError means that the result cannot be written.
 
-    After the first wrong record, the others are only checked, since the job cannot run and checking alone is much faster. note:
-    as in `tokenize`.
+    Unless wrong records are skipped, the others are only checked after the first of them, since the job cannot run and checking
+    alone is much faster. note: as in `tokenize`.
     """
     result, settings = PartResult(), task.settings
     if task.result is None or tokenizer is None:
@@ -164,7 +182,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
     with tokens_file(task.result).open("wb") as tokens, documents_file(task.result).open("wb") as table:
         for records in _batches(task, result):
             result.num_records += len(records)
-            if result.template_is_endless or (result.problems and not settings.problems_need_tokens):
+            if result.template_is_endless or (result.problems and not settings.goes_on):
                 continue
             try:
                 made = tokenize(

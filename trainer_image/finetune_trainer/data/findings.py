@@ -13,8 +13,8 @@ from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
 from finetune_job.plan.mapping import MappingPlan
 from finetune_trainer.data.other_keys import IGNORED_FIELD
-from finetune_trainer.data.read import NoRecordFilesError, RecordProblem
-from finetune_trainer.data.records import WEIGHT_UNIT
+from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem
+from finetune_trainer.data.records import WEIGHT_UNIT, CountedProblems
 from finetune_trainer.data.suggestions import ROLES_PATH, suggest_reading
 from finetune_trainer.files import SpecialFileError
 from finetune_trainer.likely_name import likely_address
@@ -22,6 +22,8 @@ from finetune_trainer.likely_name import likely_address
 TRAIN, VALIDATION = "train", "validation"
 MAX_KEYS = 8
 """Maximum number of unread keys that a finding names."""
+MAX_SKIPPED_SHARE = 0.05
+"""Largest share of a source's records that onInvalidRecord: Skip leaves out; with more the source has another form than named."""
 MAX_KINDS = 10
 """Number of kinds of mistakes reported per source; a file with more is most likely in another format."""
 
@@ -47,6 +49,10 @@ class SplitSource:
         """Return the path of one of the source's files as the user refers to it."""
         below = Path(file).relative_to(self.path) if Path(file).is_relative_to(self.path) else Path()
         return self.address if below == Path() else f"{self.address.rstrip('/')}/{below}"
+
+    def place(self, item: Record | RecordProblem) -> str:
+        """Return the place of a record as the user refers to it."""
+        return f"{self.address if item.file is None else self.name(item.file)} {item.unit} {item.line}"
 
 
 def unreadable(source: SplitSource, error: OSError) -> Finding:
@@ -131,6 +137,36 @@ def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, i
     return findings
 
 
+def invalid_records(
+    source: SplitSource,
+    problems: CountedProblems,
+    places: Sequence[str],
+    counts: tuple[int, int],
+    *,
+    can_skip: bool,
+    is_whole: bool = True,
+) -> list[Finding]:
+    """The findings about records that cannot be used: a warning if they are skipped, else errors, one for each kind of mistake.
+
+    places: the first of them, with their problems. counts: of wrong and of right records. can_skip: the job asks for it, and the
+    problems are those of single records. is_whole: whether all records are counted, without which their share is not judged.
+    """
+    (num_wrong, num_right), wrong = counts, wrong_records(source, list(problems.values())[:MAX_KINDS], counts[1])
+    if not can_skip or not problems:
+        return wrong
+    are_many = is_whole and num_wrong > MAX_SKIPPED_SHARE * (num_wrong + num_right)
+    done = f"more than the {100 * MAX_SKIPPED_SHARE:g} % that can be skipped" if are_many else "and are skipped"
+    listed = "; ".join([*places, *([f"and {num_wrong - len(places)} more"] if num_wrong > len(places) else [])])
+    skipped = _of_source(
+        source,
+        "data-records-skipped",
+        f"{num_wrong} of {num_wrong + num_right} records cannot be used, {done}: {listed}",
+        "correct them, or remove them from the source",
+        severity="error" if are_many else "warning",
+    )
+    return [skipped, *wrong] if are_many else [skipped]
+
+
 def content_dropped(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]]) -> list[Finding]:
     """One finding for each kind of content that a chat template does not write."""
     return [_of_records(source, "chat-words-left-out", problem, count) for problem, count in problems]
@@ -149,10 +185,8 @@ def keys_unread(source: SplitSource, unread: Mapping[str, int], data_format: Dat
 
 
 def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: int) -> Finding:
-    key = f" key {problem.key!r}" if problem.key else ""
     more = f" (and the same on {count - 1} more {problem.unit}{'s' if count > 2 else ''})" if count > 1 else ""
-    file = source.address if problem.file is None else source.name(problem.file)
-    message = f"{file} {problem.unit} {problem.line}:{key} {problem.reason}{more}"
+    message = f"{source.place(problem)}: {problem.words}{more}"
     return _of_source(source, rule, message, problem.fix, value=problem.value, changes=problem.changes)
 
 

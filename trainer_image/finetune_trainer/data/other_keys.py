@@ -234,21 +234,21 @@ def text_of_part(place: RecordPosition, key: str, part: Any, mapping: MappingPla
         reason = f'is a part of the type {as_json(part_type)}, not "text", and this product trains on text alone'
         if part_type in _TEXT_PARTS:
             reason = f"is a text part without a string under {' or '.join(map(repr, _TEXT_KEYS))}"
-        place.refuse(key, as_json(part), reason, "remove the part, or the record")
+        place.refuse(key, as_json(part), reason, "remove the part, or the record", is_of_source=part_type not in _TEXT_PARTS)
     for name, value in part.items():
         if name in (*_TEXT_KEYS, *_PART_NOTES, *mapping.ignored) or is_empty(value):
             continue
         if name in _TURN_FLAGS and _share(value) == 1:
             continue
         reason = "is a key of a content part, of which only the text is read"
-        place.refuse(f"{key}.{name}", as_json(value), reason, f"remove it, or name it in {IGNORED_FIELD}")
+        place.refuse(f"{key}.{name}", as_json(value), reason, f"remove it, or name it in {IGNORED_FIELD}", is_of_source=True)
     return text
 
 
 def _refuse(place: RecordPosition, key: str, value: Any, meaning: _Meaning) -> NoReturn:
     name = key.rpartition(".")[2]
     fix = f"{meaning.fix}; to learn the records whatever it says, set {IGNORED_FIELD}: [{name}]"
-    problem = place.problem(key, as_json(value), meaning.reason, fix)
+    problem = place.problem(key, as_json(value), meaning.reason, fix, is_of_source=True)
     raise RecordRefusedError(replace(problem, are_preferences=meaning.are_preferences))
 
 
@@ -270,12 +270,12 @@ def _is_learnt(place: RecordPosition, key: str, value: Any, role: str) -> bool:
     share = _share(value)
     if share not in (0, 1):
         reason = "is neither 0 nor 1, but a turn is learnt either whole or not at all"
-        place.refuse(
-            key, as_json(value), reason, f"write 1 to learn the turn or 0 to leave it out, or name the key in {IGNORED_FIELD}"
-        )
+        fix = f"write 1 to learn the turn or 0 to leave it out, or name the key in {IGNORED_FIELD}"
+        place.refuse(key, as_json(value), reason, fix, is_of_source=True)
     if share == 1 and role != ASSISTANT and key.rpartition(".")[2] not in _OF_ANSWERS:
         reason = f"asks to learn a turn of the role {role!r}, but only turns of the assistant are learnt"
-        place.refuse(key, as_json(value), reason, f"remove it, or set spec.data.lossOn: All and name the key in {IGNORED_FIELD}")
+        fix = f"remove it, or set spec.data.lossOn: All and name the key in {IGNORED_FIELD}"
+        place.refuse(key, as_json(value), reason, fix, is_of_source=True)
     return share == 1
 
 
@@ -283,4 +283,4 @@ def _check_spans(place: RecordPosition, key: str, spans: Any) -> None:
     is_whole = isinstance(spans, list) and all(isinstance(span, dict) and _share(span.get("train", True)) == 1 for span in spans)
     if not is_whole:
         reason = "asks to learn a part of the turn, but a turn is learnt either whole or not at all"
-        place.refuse(key, as_json(spans), reason, f"remove it, or name it in {IGNORED_FIELD}")
+        place.refuse(key, as_json(spans), reason, f"remove it, or name it in {IGNORED_FIELD}", is_of_source=True)

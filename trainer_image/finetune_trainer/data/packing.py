@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from finetune_trainer.data.records import WEIGHT_UNIT
+from finetune_trainer.data.records import WEIGHT_UNIT, occurrences, weight_units
 
 Array = NDArray[Any]
 
@@ -34,14 +34,7 @@ class WeightedDocuments:
     @property
     def occurrences(self) -> int:
         """Number of occurrences of all these documents in one pass."""
-        return self.count * _units(self.weight) // WEIGHT_UNIT
-
-
-def occurrences(weight: float, indices: Array) -> Array:
-    """How often each record with these indices occurs in one pass; int64, of the shape of `indices`."""
-    units = _units(weight)
-    counts: Array = (indices + 1) * units // WEIGHT_UNIT - indices * units // WEIGHT_UNIT
-    return counts
+        return self.count * weight_units(self.weight) // WEIGHT_UNIT
 
 
 @dataclass(frozen=True)
@@ -105,10 +98,6 @@ def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, strid
         first = stop
     nothing = np.empty(0, dtype=np.int64)
     return np.concatenate([nothing, *documents_of_blocks]), np.concatenate([nothing, *times])
-
-
-def _units(weight: float) -> int:
-    return round(weight * WEIGHT_UNIT)
 
 
 def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:

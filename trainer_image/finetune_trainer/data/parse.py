@@ -138,7 +138,7 @@ def missing_key(
     problem = place.problem(key, f"keys {sorted(names)}", "is missing", suggest(key, names, data_format, mapping))
     if all(name in names for name in PREFERENCES):
         reason = "is missing: these are pairs of preferences, and this product does not train on preferences"
-        return replace(problem, reason=reason, are_preferences=True)
+        return replace(problem, reason=reason, are_preferences=True, is_of_source=True)
     return problem
 
 

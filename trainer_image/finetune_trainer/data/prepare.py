@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from finetune_job.api.inputs import DataFormat
+from finetune_job.api.inputs import DataFormat, OnInvalidRecord
 from finetune_job.finding import Finding
 from finetune_job.plan.mapping import UNMAPPED
 from finetune_job.plan.run_plan import DataPlan
@@ -156,6 +156,7 @@ def prepare(
             stop_ids,
             plan.mapping,
             plan.template_arguments,
+            plan.on_invalid_record is OnInvalidRecord.SKIP,
         )
         tasks = _tasks(sources, settings, staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
@@ -199,6 +200,8 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
                 del settings["mapping"][name]
     if not plan.template_arguments:
         del settings["template_arguments"]
+    if plan.on_invalid_record is OnInvalidRecord.FAIL:
+        del settings["on_invalid_record"]
     files = [[str(path.relative_to(model_directory)), file_sha256(path)] for path in tokenizer_files(model_directory)]
     tokenizer_digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return {
@@ -254,7 +257,7 @@ def _tasks(sources: list[Source], settings: PartSettings, staging: Staging | Non
         for part in file_parts(number, path)
     )
     for count, part in enumerate(parts):
-        is_spoilt = any(source.sums.problems for source in sources) and not settings.problems_need_tokens
+        is_spoilt = any(source.sums.problems for source in sources) and not settings.goes_on
         is_spoilt = is_spoilt or any(source.sums.template_is_endless for source in sources)
         yield PartTask(part, settings, None if staging is None or is_spoilt else staging.scratch / f"part-{count}")
 
@@ -267,7 +270,8 @@ def _consume(
         source = sources[task.part.source]
         source.add(task.part, result)
         if task.result is not None:
-            if staging is not None and not source.sums.problems and source.error is None:
+            is_right = source.error is None and (task.settings.skips_invalid or not source.sums.problems)
+            if staging is not None and is_right:
                 with open_regular(tokens_file(task.result)) as tokens:
                     for documents in read_documents(task.result, result.num_documents):
                         source.digests.add(documents["digest"])

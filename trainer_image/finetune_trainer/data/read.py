@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from finetune_job.api.inputs import DataFormat
@@ -99,7 +100,7 @@ def read_file(
     problem = kind_problem(path, KNOWN_EXTENSIONS)
     if problem is not None:
         # Report the problem once, even if the file is read in several parts.
-        return iter(() if part is not None and part[0] > 0 else (problem,))
+        return iter(() if part is not None and part[0] > 0 else (replace(problem, is_of_source=True),))
     reader = WHOLE_FILES.get(path.suffix.lower())
     if reader is None:
         return read_jsonl(path, data_format, part, mapping)

@@ -42,7 +42,7 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Itera
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                yield place.problem("", f"row at line {place.line}", f"is not CSV ({error})", _QUOTING)
+                yield place.problem("", f"row at line {place.line}", f"is not CSV ({error})", _QUOTING, is_of_source=True)
                 if header is None:
                     return
                 continue
@@ -54,10 +54,13 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Itera
                 header = [name.strip() for name in row]
                 problem = _header_problem(place, header, data_format, mapping)
                 if problem is not None:
-                    yield problem
+                    yield replace(problem, is_of_source=True)
                     return
             elif len(row) != len(header):
-                yield place.problem("", ",".join(row), f"has {len(row)} values, the header has {len(header)}", _QUOTING)
+                reason = f"has {len(row)} values, the header has {len(header)}"
+                # A mistake of quotes may have swallowed the next lines.
+                has_lines = reader.line_num > place.line
+                yield place.problem("", ",".join(row), reason, _QUOTING, is_of_source=has_lines)
             else:
                 yield record_of(place, dict(zip(header, row, strict=True)), data_format, mapping)
 

@@ -20,7 +20,7 @@ def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iter
             "set spec.data.format: Text, or name a file of JSON Lines .jsonl", {"spec.data.format": DataFormat.TEXT.value}
         )
         reason = f"a .txt file holds text alone, and records of format {data_format} have parts"
-        yield RecordPosition(path, 1).problem("", path.name, reason, fix)
+        yield RecordPosition(path, 1).problem("", path.name, reason, fix, is_of_source=True)
         return
     lines: list[bytes] = []
     first_line = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,13 @@ class RecordProblem:
     """The fix as changes of the manifest (path -> new value); empty if it cannot be made there."""
     are_preferences: bool = False
     """The record is a pair of answers of which one is preferred."""
+    is_of_source: bool = False
+    """The problem is not one of a single record, which may be skipped: it is the file's, or a key asks for another training."""
+
+    @property
+    def words(self) -> str:
+        """Key and reason."""
+        return f"key {self.key!r} {self.reason}" if self.key else self.reason
 
     @property
     def kind(self) -> str:
@@ -96,6 +104,18 @@ def count_problem(problems: CountedProblems, problem: RecordProblem, count: int 
     """Count `count` problems of the same kind as `problem`, which is the first of them."""
     first, counted = problems.get(problem.kind, (problem, 0))
     problems[problem.kind] = (first, counted + count)
+
+
+MAX_PLACES, MAX_WORDS = 20, 200
+"""Number of wrong records of a source that are listed with their places, and the number of characters about each."""
+InvalidPlaces = Annotated[list[tuple[Count, Unit, Annotated[str, Field(max_length=MAX_WORDS)]]], Field(max_length=MAX_PLACES)]
+"""Line, unit and problem of the first wrong records of a file or a part of it."""
+
+
+def list_place(places: InvalidPlaces, problem: RecordProblem) -> None:
+    """List the record that has the problem, if it is among the first in the file."""
+    insort(places, (problem.line, problem.unit, problem.words[:MAX_WORDS]))
+    del places[MAX_PLACES:]
 
 
 def count_left_out(problems: CountedProblems, left_out: Iterable[RecordProblem]) -> None:
@@ -143,9 +163,9 @@ class RecordPosition:
     line: int
     unit: Unit = "line"
 
-    def refuse(self, key: str, value: str | bytes, reason: str, fix: str | Suggestion) -> NoReturn:
+    def refuse(self, key: str, value: str | bytes, reason: str, fix: str | Suggestion, *, is_of_source: bool = False) -> NoReturn:
         """Raise RecordRefusedError with the problem of the value at this place."""
-        raise RecordRefusedError(self.problem(key, value, reason, fix))
+        raise RecordRefusedError(self.problem(key, value, reason, fix, is_of_source=is_of_source))
 
     def not_utf8(self, key: str, value: bytes) -> RecordProblem:
         """The problem of bytes that are not UTF-8, with the encoding that they most likely have."""
@@ -158,17 +178,31 @@ class RecordPosition:
         file = shlex.quote(self.file.name)
         return self.problem(key, value, reason, f"save the file as UTF-8: iconv -f {encoding} -t UTF-8 {file} > NEW_FILE")
 
-    def problem(self, key: str, value: str | bytes, reason: str, fix: str | Suggestion) -> RecordProblem:
-        suggestion = Suggestion(fix) if isinstance(fix, str) else fix
-        return RecordProblem(
-            self.line, key, shown(value), reason, suggestion.fix, self.unit, self.file, changes=suggestion.changes
-        )
+    def problem(
+        self, key: str, value: str | bytes, reason: str, fix: str | Suggestion, *, is_of_source: bool = False
+    ) -> RecordProblem:
+        wanted = Suggestion(fix) if isinstance(fix, str) else fix
+        place = (self.unit, self.file, wanted.changes)
+        # Only a line bounds what a mistake of brackets spoils; elsewhere it may have swallowed other records.
+        is_of_source = is_of_source or (not key and self.unit != "line")
+        return RecordProblem(self.line, key, shown(value), reason, wanted.fix, *place, is_of_source=is_of_source)
 
 
 def is_pair_of_turns(prompt: Any, completion: Any) -> bool:
     """Whether the two sides make a chat: both are lists of turns, or one is a list and the other a string, which is a turn."""
     sides = (prompt, completion)
     return any(isinstance(side, list) for side in sides) and all(isinstance(side, list | str) for side in sides)
+
+
+def weight_units(weight: float) -> int:
+    """The weight of a data set as a whole number of `WEIGHT_UNIT`."""
+    return round(weight * WEIGHT_UNIT)
+
+
+def occurrences(weight: float, indices: Any) -> Any:
+    """How often each record with these indices occurs in one pass. indices: a number, or an int64 array."""
+    units = weight_units(weight)
+    return (indices + 1) * units // WEIGHT_UNIT - indices * units // WEIGHT_UNIT
 
 
 def called_name(call: Mapping[str, Any]) -> str:

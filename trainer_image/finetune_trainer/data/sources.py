@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune_job.api.inputs import OnInvalidRecord
 from finetune_job.finding import Finding
 from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.cpus import available_cpus
@@ -26,17 +27,17 @@ from finetune_trainer.data.findings import (
     also_held_out,
     content_dropped,
     empty,
+    invalid_records,
     keys_unread,
     never_used,
     repeated,
     too_long,
     unknown_text,
     unreadable,
-    wrong_records,
 )
 from finetune_trainer.data.packing import WeightedDocuments
 from finetune_trainer.data.read import lines_before
-from finetune_trainer.data.records import count_problem, count_unread
+from finetune_trainer.data.records import MAX_PLACES, count_problem, count_unread
 from finetune_trainer.data.source_files import find_files, find_shared
 from finetune_trainer.errors import DataError
 from finetune_trainer.files import file_sha256
@@ -49,7 +50,8 @@ MAX_COMPARED = 1 << 24
 """Largest number of documents of a source that are compared with each other. It bounds the memory to 128 MiB."""
 REPEATED_SHARE = 0.01
 """Smallest share of repeated records in a source that causes a warning."""
-_SUMMED = ("num_records", "num_documents", "num_dropped", "num_tokens", "num_supervised_tokens", "num_unknown_tokens")
+_OF_RECORDS, _OF_TOKENS = ("records", "invalid", "documents", "dropped"), ("tokens", "supervised_tokens", "unknown_tokens")
+_SUMMED = tuple(f"num_{name}" for name in (*_OF_RECORDS, *_OF_TOKENS))
 UNKNOWN_SHARE = 0.1
 """Smallest share of unknown tokens in a source that is reported. A few foreign letters cause no warning."""
 
@@ -125,6 +127,8 @@ class Source:
     """Sizes and modification times of the files, taken before their digests were computed."""
     sums: PartResult = field(default_factory=PartResult)
     """Sums over the source's parts. Lines of problems are counted from the beginning of their files."""
+    invalid: list[str] = field(default_factory=list)
+    """The first records that cannot be used: their places and problems."""
     digests: DocumentDigests = field(default_factory=partial(DocumentDigests, MAX_COMPARED))
     num_held_out: int = 0
     """Number of training documents that are also held out."""
@@ -144,6 +148,10 @@ class Source:
                 if part.span is not None and is_shown:
                     problem = replace(problem, line=problem.line + lines_before(part.path, part.span[0]))
                 count_problem(problems, problem, count)
+        for line, unit, words in result.invalid_places[: MAX_PLACES - len(self.invalid)]:
+            before = 0 if part.span is None or self.error is not None else lines_before(part.path, part.span[0])
+            self.invalid.append(f"{self.named.name(part.path)} {unit} {line + before}: {words}")
+        sums.must_fail |= result.must_fail
         sums.template_is_endless |= result.template_is_endless
         for key, count in result.unread.items():
             count_unread(sums.unread, [key], count)
@@ -163,11 +171,13 @@ class Source:
             return [unreadable(named, self.error)]
         if self.refusal is not None:
             return [self.refusal]
-        if sums.problems:
-            return wrong_records(named, list(sums.problems.values())[:MAX_KINDS], sums.num_records)
+        can_skip = plan.on_invalid_record is OnInvalidRecord.SKIP and not sums.must_fail
+        invalid = invalid_records(named, sums.problems, self.invalid, (sums.num_invalid, sums.num_records), can_skip=can_skip)
+        if any(finding.severity == "error" for finding in invalid):
+            return invalid
         if sums.num_records == 0:
             return [empty(named)]
-        findings = [*self.warnings, *keys_unread(named, sums.unread, plan.format, plan.mapping)]
+        findings = [*invalid, *self.warnings, *keys_unread(named, sums.unread, plan.format, plan.mapping)]
         if sums.num_dropped:
             findings.append(too_long(named, sums.num_records, sums.num_dropped, sums.shortest_dropped, plan.max_sequence_length))
         if is_tokenised and sums.num_documents and not self.weighted.occurrences:

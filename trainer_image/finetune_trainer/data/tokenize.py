@@ -152,7 +152,8 @@ def _chats(
         except ChatError as error:
             made.append(_problem(record, error))
         except RenderTimeoutError as error:
-            raise EndlessTemplateError(_problem(record, endless_template_error(str(error)))) from error
+            problem = _problem(record, endless_template_error(str(error)))
+            raise EndlessTemplateError(replace(problem, is_of_source=True)) from error
         else:
             unwritten = left_out_by(template, record, whole)
             rendered.append((number, _learnt(whole, record, loss_on), template, unwritten))

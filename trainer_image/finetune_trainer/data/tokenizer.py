@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.catalogue.book import make_finding
 from finetune_job.chat_templates import fitting_template, name_of
 from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.added_tokens import FIELD as ADDED_FIELD
 from finetune_trainer.data.chat import ChatTemplate
 from finetune_trainer.data.left_out import THOUGHTS
@@ -94,24 +95,8 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
     return tokenizer, []
 
 
-class TemplateSettings(Protocol):
-    """The part of a DataPlan that matters for chats."""
-
-    @property
-    def format(self) -> DataFormat: ...
-
-    @property
-    def loss_on(self) -> LossOn: ...
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def template_arguments(self) -> Mapping[str, Any]: ...
-
-
 def check_chat_template(
-    data: TemplateSettings, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
+    data: DataPlan, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
 ) -> list[Finding]:
     """Findings about the template, which a plain chat shows but which hold for any; for other formats, about the EOS token.
 

@@ -65,7 +65,7 @@ def main(arguments: str) -> int:
         if end.code == -ENDED_BY and notes[number]:
             error = endless_template_error(f"takes more than {END_SECONDS:g} s of CPU time")
             result = PartResult()
-            result.found_endless(RecordProblem(notes[number], error.key, "", error.reason, error.fix))
+            result.found_endless(RecordProblem(notes[number], error.key, "", error.reason, error.fix, is_of_source=True))
             notes[number] = 0
             connections[number].sendall(result_line(result))
             children[start(number)] = number

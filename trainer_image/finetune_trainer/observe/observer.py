@@ -207,7 +207,7 @@ class Reporter(Observer):
         pace = self._window.add(StepTiming(done.seconds, result.data_seconds, result.tokens, flops))
         values: dict[str, Any] = {
             "step": done.step,
-            "epoch": done.step * run.context.plan.training.global_batch_size / run.num_sequences,
+            "epoch": done.step * run.plan.training.global_batch_size / run.num_sequences,
             "loss": result.loss,
             "learning_rate": done.learning_rate,
             "gradient_norm": result.gradient_norm,

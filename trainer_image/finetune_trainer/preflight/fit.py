@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
-from finetune_job.plan.run_plan import MICRO_BATCH_FIELD, RunPlan
+from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.data.prepare import SplitFacts
 from finetune_trainer.data.shards import TRAIN, VALIDATION
+from finetune_trainer.data.steps import check_steps, total_steps
 from finetune_trainer.preflight.inspection import Inspection
-from finetune_trainer.train.policy import total_steps
 
 
 def check_fit(seen: Inspection) -> list[Finding]:
@@ -79,29 +79,9 @@ def fit_findings(
                 changes={"spec.data.maxSequenceLength": max_row},
             )
         )
-    return [*findings, *_batches(plan, splits), *_evaluations(plan, splits)]
-
-
-def _batches(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Iterator[Finding]:
-    facts, batch, world_size = splits.get(TRAIN), plan.training.global_batch_size, plan.parallelism.world_size
-    if facts is None or facts.num_sequences >= batch:
-        return
-    # If the manifest sets the micro-batch, it is kept, and the global batch must be a multiple of it.
-    is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in plan.choices)
-    unit = world_size if is_chosen else world_size * plan.training.micro_batch_size
-    largest = facts.num_sequences // unit * unit
-    ways = [f"set spec.training.globalBatchSize to {largest}"] if largest else []
-    if plan.data.packing and facts.num_occurrences >= batch:
-        ways.append(f"set spec.data.packing: false, which gives {facts.num_occurrences} sequences")
-    ways.append("give more records")
-    packed = f"{facts.num_occurrences} records make {facts.num_sequences} sequences"
-    yield make_finding(
-        "fewer-sequences-than-batch",
-        field="spec.training.globalBatchSize",
-        value=str(batch),
-        message=f"{packed}, fewer than one step takes: a step would count some of them twice",
-        fix=", or ".join(ways),
-    )
+    train = splits.get(TRAIN)
+    steps = () if train is None else check_steps(plan, train.num_sequences, train.num_occurrences)
+    return [*findings, *steps, *_evaluations(plan, splits)]
 
 
 def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Iterator[Finding]:

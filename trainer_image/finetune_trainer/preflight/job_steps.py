@@ -20,6 +20,8 @@ from finetune_trainer.checkpoint.retention import checkpoint_directories
 from finetune_trainer.checkpoint.start import START_FIELD, START_HINT, origin_of, start_directory, start_problem
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.shards import TRAIN
+from finetune_trainer.data.steps import fit_batch
 from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.inspection.base_name import GUESSED, adapter_base_problem
@@ -114,6 +116,9 @@ def inspect_data(seen: Inspection, until_done: ExitStack) -> Inspection:
             allow_remote_code=seen.plan.model.allow_remote_code,
         )
     )
+    if seen.structure is not None and TRAIN in data.splits:
+        batches = fit_batch(context.plan, data.splits[TRAIN].num_sequences, seen.structure.batches)
+        seen = replace(seen, structure=replace(seen.structure, batches=batches))
     # The memory planner does not know every model. Without a known structure there is no estimate.
     memory = None if seen.structure is None else memory_need(seen.plan, seen.structure, data.splits)
     return replace(seen, data=data, memory=memory, findings=(*seen.findings, *data.findings))

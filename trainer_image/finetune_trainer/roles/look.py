@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune_job.api.base import ClaimPath
-from finetune_job.api.inputs import DataFormat, LossOn
+from finetune_job.api.inputs import DataFormat, OnInvalidRecord
 from finetune_job.finding import Finding
-from finetune_job.plan.mapping import MappingPlan
-from finetune_job.plan.run_plan import AddedTokenPlan
+from finetune_job.plan.run_plan import AddedTokenPlan, DataPlan, RunPlan
 from finetune_trainer.added_tokens import known_token
 from finetune_trainer.data.findings import (
     MAX_KINDS,
@@ -33,13 +32,14 @@ from finetune_trainer.data.findings import (
     also_held_out,
     content_dropped,
     empty,
+    invalid_records,
     keys_unread,
     too_long,
-    wrong_records,
 )
 from finetune_trainer.data.read import NoRecordFilesError, Record, RecordProblem, read_file
-from finetune_trainer.data.records import CountedProblems, count_left_out, count_problem, count_unread
+from finetune_trainer.data.records import MAX_PLACES, MAX_WORDS, CountedProblems, count_left_out, count_problem, count_unread
 from finetune_trainer.data.source_files import SourceFiles, find_files, find_shared
+from finetune_trainer.data.steps import check_lengths
 from finetune_trainer.data.tokenizer_files import (
     FileTokenizer,
     TokenizerFilesError,
@@ -53,20 +53,6 @@ from finetune_trainer.processes.start import answer_on_stdout, die_with, end, ke
 
 BATCH = 256
 """Number of records that are tokenised at a time."""
-
-
-@dataclass(frozen=True)
-class DataSettings:
-    """Settings of a plan that decide how records become tokens."""
-
-    format: DataFormat
-    loss_on: LossOn
-    max_sequence_length: int
-    chat_template: str | None
-    template_arguments: Mapping[str, Any]
-    mapping: MappingPlan
-    stop_ids: tuple[int, ...] = ()
-    """Tokens at which generation with the model stops."""
 
 
 @dataclass
@@ -95,20 +81,13 @@ class SourceLook:
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the first records of a job.
 
-    order: `claims_root`; `settings`; `sources` with the fields of DatasetPlan; `model`, a directory or None; the job's
-    `added_tokens`; `limit` and `shown`, numbers of records of each source to read and to return; `only_existing`, to leave out
-    missing sources; `model_files` to check and `places` to be written to, each None to skip its checks.
+    order: `claims_root`; the job's `plan`; `sources`, those that are here, with the fields of DatasetPlan; `model`, a directory
+    or None; `limit` and `shown`, numbers of records of each source to read and to return; `only_existing`, to leave out missing
+    sources; `model_files` to check and `places` to be written to, each None to skip its checks.
     """
     root = Path(order["claims_root"])
-    written = order["settings"]
-    settings = DataSettings(
-        DataFormat(written["format"]),
-        LossOn(written["loss_on"]),
-        written["max_sequence_length"],
-        written["chat_template"],
-        written["template_arguments"],
-        MappingPlan.model_validate(written["mapping"]),
-    )
+    plan = RunPlan.model_validate(order["plan"])
+    data = plan.data
     sources = [_files_of(dataset, root) for dataset in order["sources"]]
     if order["only_existing"]:
         # A directory that exists but has no files of records is not left out.
@@ -119,24 +98,28 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         ]
     findings = [*_check_places(order["places"], root), *_check_model(order["model_files"])]
     shared = find_shared((source.named, source.files, ()) for source in sources)
-    added = [AddedTokenPlan(**token) for token in order["added_tokens"]]
-    tokenizer, why_not, template_findings = _tokenizer(order["model"], settings, added)
+    tokenizer, why_not, template_findings = _tokenizer(order["model"], data, plan.model.added_tokens)
     findings += template_findings
-    if tokenizer is not None and settings.format is DataFormat.CHAT:
+    stop_ids: tuple[int, ...] = ()
+    if tokenizer is not None and data.format is DataFormat.CHAT:
         from finetune_trainer.data.tokenizer import generation_stops
 
-        settings = replace(settings, stop_ids=tuple(sorted(generation_stops(tokenizer, Path(order["model"])))))
+        stop_ids = tuple(sorted(generation_stops(tokenizer, Path(order["model"]))))
     looks, shown = [], []
     held_out: set[bytes] = set()
+    lengths: dict[str, list[int]] = {}
     # Held-out records come first, so that training records can be compared with them.
     for source in sorted(sources, key=lambda source: source.named.split != VALIDATION):
         seen, records, source_findings = _look_at(
-            source, settings, tokenizer, held_out, limit=order["limit"], num_shown=order["shown"]
+            source, data, tokenizer, stop_ids, held_out=held_out, lengths=lengths, limit=order["limit"], num_shown=order["shown"]
         )
         problem = shared.get(source.named)
         findings += [problem] if problem is not None else source_findings
         looks.append(seen)
         shown += records
+    # As preflight does: steps are counted once all records are known and right.
+    if all(dataset.field in lengths for dataset in data.train) and all(found.severity != "error" for found in findings):
+        findings += check_lengths(plan, lengths)
     return {
         "findings": [finding.model_dump(mode="json") for finding in findings],
         "sources": [asdict(seen) for seen in sorted(looks, key=lambda seen: seen.split != TRAIN)],
@@ -181,7 +164,7 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
 
 
 def _tokenizer(
-    directory: str | None, settings: DataSettings, added: Sequence[AddedTokenPlan]
+    directory: str | None, data: DataPlan, added: Sequence[AddedTokenPlan]
 ) -> tuple[FileTokenizer | None, str, list[Finding]]:
     """The tokenizer or None, the reason for None as text, and findings.
 
@@ -192,7 +175,7 @@ def _tokenizer(
     from finetune_trainer.data.tokenizer import check_chat_template, unusable
 
     try:
-        if settings.format is DataFormat.CHAT:
+        if data.format is DataFormat.CHAT:
             import_renderer()
         plain = FileTokenizer(Path(directory))
         known = known_token(added, plain.vocabulary(), plain)
@@ -206,7 +189,7 @@ def _tokenizer(
         return None, "The tokenizer cannot be used (see below)", [problem]
     if tokenizer.eos_token_id is None:
         return None, "The tokenizer has no end-of-sequence token", []
-    findings = check_chat_template(settings, tokenizer, Path(directory), added)
+    findings = check_chat_template(data, tokenizer, Path(directory), added)
     if any(finding.severity == "error" for finding in findings):
         return None, "The chat template cannot be used (see below)", findings
     return tokenizer, "", findings
@@ -214,10 +197,12 @@ def _tokenizer(
 
 def _look_at(
     source: SourceFiles,
-    settings: DataSettings,
+    data: DataPlan,
     tokenizer: FileTokenizer | None,
-    held_out: set[bytes],
+    stop_ids: tuple[int, ...],
     *,
+    held_out: set[bytes],
+    lengths: dict[str, list[int]],
     limit: int,
     num_shown: int,
 ) -> tuple[SourceLook, list[dict[str, Any]], list[Finding]]:
@@ -226,30 +211,35 @@ def _look_at(
     if source.problem is not None:
         return seen, [], [source.problem]
     problems: CountedProblems = {}
+    places: list[str] = []
     left_out: CountedProblems = {}
     shown: list[dict[str, Any]] = []
     own: set[bytes] = set()
+    kept: list[int] = []
     shortest = 0
-    items = chain.from_iterable(read_file(path, settings.format, mapping=settings.mapping) for path in source.files)
+    items = chain.from_iterable(read_file(path, data.format, mapping=data.mapping) for path in source.files)
     try:
         first = list(islice(items, limit + 1))
     except OSError as error:
         return seen, [], [replace(source, error=error).problem or empty(named)]
     seen.is_whole = len(first) <= limit
-    for record, made in _made(first[:limit], settings, tokenizer):
+    for record, made in _made(first[:limit], data, tokenizer, stop_ids):
         problem = made if isinstance(made, RecordProblem) else record if isinstance(record, RecordProblem) else None
         if problem is not None:
             count_problem(problems, problem)
+            if len(places) < MAX_PLACES:
+                places.append(f"{named.place(problem)}: {problem.words[:MAX_WORDS]}")
             continue
         seen.records += 1
         if isinstance(record, Record):
             count_unread(seen.unread, record.unread)
         length = 0 if made is None else len(made.input_ids)
-        is_dropped = length > settings.max_sequence_length
+        is_dropped = length > data.max_sequence_length
         if not is_dropped:
             digest = _digest(record)
             seen.repeated += digest in own
             own.add(digest)
+            kept.append(length)
             count_left_out(left_out, () if made is None else made.left_out)
             seen.held_out += named.split == TRAIN and digest in held_out
         if made is not None:
@@ -261,18 +251,24 @@ def _look_at(
             seen.supervised += 0 if is_dropped else sum(made.supervised)
         if len(shown) < num_shown:
             pieces = _plain_pieces(record) if made is None or tokenizer is None else _pieces(tokenizer, made)
-            place = f"{named.name(record.file or named.path)} {record.unit} {record.line}"
+            place = named.place(record)
             shown.append({"split": named.split, "place": place, "tokens": length, "is_dropped": is_dropped, "pieces": pieces})
     if named.split == VALIDATION:
         held_out |= own
     seen.unread = dict(sorted(seen.unread.items()))
     seen.lengths = dict(sorted(seen.lengths.items()))
-    if problems:
+    must_fail = data.on_invalid_record is OnInvalidRecord.FAIL or any(problem.is_of_source for problem, _ in problems.values())
+    counts = sum(count for _, count in problems.values()), seen.records
+    invalid = invalid_records(named, problems, places, counts, can_skip=not must_fail, is_whole=seen.is_whole)
+    if any(finding.severity == "error" for finding in invalid):
         # As preflight does: other findings may change once the records are correct.
-        return seen, shown, wrong_records(named, list(problems.values())[:MAX_KINDS], seen.records)
+        return seen, shown, invalid
+    if named.split == TRAIN and seen.is_whole and tokenizer is not None:
+        lengths[named.field] = kept
     findings = [
+        *invalid,
         *source.warnings,
-        *keys_unread(named, seen.unread, settings.format, settings.mapping),
+        *keys_unread(named, seen.unread, data.format, data.mapping),
         *content_dropped(named, list(left_out.values())[:MAX_KINDS]),
     ]
     if not first:
@@ -280,12 +276,12 @@ def _look_at(
     if seen.held_out:
         findings.append(also_held_out(named, seen.held_out, seen.records - seen.dropped))
     if seen.dropped and (seen.is_whole or seen.dropped < seen.records):
-        findings.append(too_long(named, seen.records, seen.dropped, shortest, settings.max_sequence_length))
+        findings.append(too_long(named, seen.records, seen.dropped, shortest, data.max_sequence_length))
     return seen, shown, findings
 
 
 def _made(
-    items: Sequence[Record | RecordProblem], settings: DataSettings, tokenizer: FileTokenizer | None
+    items: Sequence[Record | RecordProblem], data: DataPlan, tokenizer: FileTokenizer | None, stop_ids: tuple[int, ...]
 ) -> Iterator[tuple[Any, Any]]:
     """Yield each record with its TokenizedDocument, or with the problem of tokenising it; without a tokenizer, with None."""
     if tokenizer is None:
@@ -301,10 +297,10 @@ def _made(
                 tokenize(
                     tokenizer,
                     records,
-                    settings.loss_on,
-                    settings.chat_template,
-                    stop_ids=settings.stop_ids,
-                    template_arguments=settings.template_arguments,
+                    data.loss_on,
+                    data.chat_template,
+                    stop_ids=stop_ids,
+                    template_arguments=data.template_arguments,
                 )
             )
         except EndlessTemplateError as error:

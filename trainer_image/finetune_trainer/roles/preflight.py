@@ -26,6 +26,7 @@ from finetune_memory.choices import choose_resharding
 from finetune_trainer.added_tokens import remove_made
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN
+from finetune_trainer.data.steps import total_steps
 from finetune_trainer.files import write_durably
 from finetune_trainer.inspection.model_files import file_digests
 from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalReport, Verdict
@@ -37,7 +38,6 @@ from finetune_trainer.preflight.model_process import check_model, computed_first
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key
 from finetune_trainer.roles.rehearse import start_rehearsal
-from finetune_trainer.train.policy import total_steps
 
 log = logging.getLogger(__name__)
 _CHOICES = TypeAdapter(tuple[Choice, ...])

@@ -1,7 +1,7 @@
 """Decisions of the training loop before and after each step: learning rate, evaluation, early stopping, loss scale.
 
 They are pure functions of the plan, the step and `RunState`, which every checkpoint holds, so a resumed run decides like an
-uninterrupted one. This module imports no torch, since preflight also needs the number of steps.
+uninterrupted one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,6 @@ LARGEST_LOSS_SCALE = 2.0**24
 """Maximum loss scale. Losses are float32, and their sums over long batches must stay finite."""
 LOSS_SCALE_GROWTH_STEPS = 2000
 """Number of steps without an overflow after which the factor is doubled, as in torch.amp.GradScaler."""
-
-
-def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
-    """Number of optimizer steps of a run. If the last step is not full, sequences of the next epoch fill it up."""
-    if max_steps is not None:
-        return max_steps
-    return math.ceil((epochs or 0) * num_sequences / global_batch_size)
 
 
 def least_row_length(plan: RunPlan) -> int:

@@ -24,6 +24,7 @@ from finetune_trainer.checkpoint.start import start_directory
 from finetune_trainer.checkpoint.state import optimizer_entry
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.batches import PreparedData, PreparedSplit
+from finetune_trainer.data.steps import total_steps
 from finetune_trainer.errors import DataError, InvariantError, NonFiniteError, PreemptedError
 from finetune_trainer.inspection.report import with_choices_of_preflight
 from finetune_trainer.model.first_values import ensure_first_values
@@ -41,7 +42,7 @@ from finetune_trainer.train import policy
 from finetune_trainer.train import step as one_step
 from finetune_trainer.train.export import export
 from finetune_trainer.train.optimizers import build_optimizer
-from finetune_trainer.train.policy import learning_rate, total_steps
+from finetune_trainer.train.policy import learning_rate
 from finetune_trainer.train.step import held_out_loss
 from finetune_trainer.train.virtual_ranks import VirtualRanks
 

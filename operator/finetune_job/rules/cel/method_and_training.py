@@ -162,7 +162,8 @@ RUN_CONDITIONS: tuple[CelCondition, ...] = (
     CelCondition(
         "global-batch-not-divisible",
         "",
-        f"self.training.globalBatchSize % ({_RANKS} * (has(self.training.microBatchSize) ? self.training.microBatchSize : 1)) "
+        "!has(self.training.globalBatchSize) "
+        f"|| self.training.globalBatchSize % ({_RANKS} * (has(self.training.microBatchSize) ? self.training.microBatchSize : 1)) "
         "== 0",
         "globalBatchSize must be a multiple of nodes x processesPerNode x microBatchSize",
         "training.globalBatchSize",

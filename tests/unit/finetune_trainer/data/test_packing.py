@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_trainer.data.packing import PlanWindow, WeightedDocuments, occurrences, one_document_each, pack
+from finetune_trainer.data.packing import PlanWindow, WeightedDocuments, one_document_each, pack
+from finetune_trainer.data.records import occurrences
 
 
 @st.composite

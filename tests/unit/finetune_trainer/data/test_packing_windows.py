@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_trainer.data import packing as pack_plan
-from finetune_trainer.data.packing import WeightedDocuments, occurrences, plan_windows
+from finetune_trainer.data.packing import WeightedDocuments, plan_windows
+from finetune_trainer.data.records import occurrences
 
 LIMIT = 20
 

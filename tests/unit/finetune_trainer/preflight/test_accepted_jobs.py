@@ -224,6 +224,20 @@ def test_what_a_rank_computes_at_once_is_chosen_by_its_memory(context, memory, e
     assert training.gradient_accumulation_steps == 8 // expected[0]
 
 
+def test_an_open_global_batch_is_what_the_records_fill(context, claims):
+    file = claims / "data/train.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:11]))
+    steps = {"training.epochs": 2, "training.maxSteps": None, "training.globalBatchSize": None}
+    job = context({**steps, "data.packing": False, "parallelism.processesPerNode": 2})
+    run(job)
+    report = report_of(job)
+    chosen = {choice.field: choice.value for choice in report.batches}
+    assert [chosen[f"spec.training.{name}BatchSize"] for name in ("global", "micro")] == [10, 5]
+    assert (report.train_sequences, report.total_steps) == (11, 3)
+    training = with_choices_of_preflight(job.plan, job.workspace.model_report).training
+    assert (training.global_batch_size, training.micro_batch_size, training.gradient_accumulation_steps) == (10, 5, 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "value", "reason"),
     [

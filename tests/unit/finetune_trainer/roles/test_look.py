@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from finetune_job.api.base import claim_path
 from finetune_job.api.inputs import DataFormat, LossOn
-from finetune_job.plan.run_plan import DataPlan, DatasetPlan
+from finetune_job.plan.run_plan import AddedTokenPlan, DataPlan, DatasetPlan
 from finetune_trainer.data import render_limit
 from finetune_trainer.data.prepare import prepare
+from finetune_trainer.preflight.fit import fit_findings
 from finetune_trainer.roles.look import look
+from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_trainer.data.chat_templates import CHATML
 
 OTHER_KEYS = Path(__file__).parents[1] / "data" / "other_keys.yaml"
@@ -51,15 +53,22 @@ def plan(validation=None, **changes):
     return DataPlan(**settings | changes)
 
 
-def order(claims, data, **changes):
+def job(**training):
+    one_rank = {"processesPerNode": 1}
+    return plan_of(tiny_spec(training={"globalBatchSize": None, "microBatchSize": None, **training}, parallelism=one_rank))
+
+
+def order(claims, data, told=None, added_tokens=(), **changes):
+    tokens = tuple(AddedTokenPlan(**token) for token in added_tokens)
+    told = told or job()
+    told = told.model_copy(update={"data": data, "model": told.model.model_copy(update={"added_tokens": tokens})})
     held_out = [("validation", data.validation)] if data.validation is not None else []
     sources = [("train", each) for each in data.train] + held_out
     return {
         "claims_root": str(claims),
-        "settings": data.model_dump(mode="json"),
+        "plan": told.model_dump(mode="json"),
         "sources": [{"split": split, **each.model_dump(mode="json")} for split, each in sources],
         "model": str(claims / "models"),
-        "added_tokens": [],
         "limit": 100,
         "shown": 1,
         "only_existing": False,
@@ -159,3 +168,26 @@ def test_added_tokens_are_one_token_each_and_known_ones_are_told(claims):
     assert (finding["rule"], finding["value"]) == ("added-token-known", "<|im_end|>")
     assert [(change["field"], change["value"]) for change in finding["changes"]] == [("spec.model.addedTokens", [tool])]
     assert known["why_no_tokens"] == "The tokenizer cannot be used (see below)"
+
+
+@pytest.mark.parametrize(
+    ("packing", "training", "rules"),
+    [
+        # 40 records of 26 tokens, 3 to a sequence of 100: 14 sequences.
+        (True, {"globalBatchSize": 16}, ["fewer-sequences-than-batch"]),
+        (True, {}, []),
+        (False, {"globalBatchSize": 16}, []),
+        (True, {"globalBatchSize": 1, "epochs": 1, "maxSteps": None}, ["packing-leaves-few-steps"]),
+        (True, {"globalBatchSize": 1, "epochs": 2, "maxSteps": None}, []),
+    ],
+)
+def test_too_few_sequences_are_told_as_preflight_tells_them(claims, packing, training, rules):
+    write(claims, "train.jsonl", [{"messages": [{"role": "user", "content": f"{n:03}"}, TURNS[1]]} for n in range(40)])
+    data, told = plan(packing=packing), job(**training)
+    found = look(order(claims, data, told))["findings"]
+    assert [finding["rule"] for finding in found] == rules
+    with prepare(data, claims, claims / "models", CHATML.tokenizer(), claims / "prepared", num_workers=0) as preparation:
+        fit = fit_findings(told.model_copy(update={"data": data}), preparation.splits, None, 0, None)
+    assert said(found) == said(finding.model_dump(mode="json") for finding in fit)
+    # Of these, 13 at most were seen, so nothing is known of the rest.
+    assert look(order(claims, data, told, limit=13))["findings"] == []

@@ -5,15 +5,9 @@ import math
 import pytest
 
 from finetune_trainer.checkpoint.manifest import LossScale
+from finetune_trainer.data.steps import total_steps
 from finetune_trainer.train.policy import FIRST_LOSS_SCALE as FIRST
-from finetune_trainer.train.policy import (
-    halved_loss_scale,
-    learning_rate,
-    least_row_length,
-    next_loss_scale,
-    total_steps,
-    warmup_steps,
-)
+from finetune_trainer.train.policy import halved_loss_scale, learning_rate, least_row_length, next_loss_scale, warmup_steps
 from tests.support.cases import table
 from tests.support.tiny_model import plan_of, tiny_spec
 

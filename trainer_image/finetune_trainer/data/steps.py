@@ -1,0 +1,97 @@
+"""Relates the number of training sequences to the steps of a run: fits an open global batch, and reports too few sequences.
+
+Preflight calls it with the prepared data, the look at the first records if these are all records. It imports no numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence
+
+from finetune_job.catalogue.book import make_finding
+from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import GLOBAL_BATCH_FIELD, MICRO_BATCH_FIELD, Choice, RunPlan
+from finetune_trainer.data.records import occurrences
+
+FEW_STEPS = 20
+"""Number of steps below which a run whose steps packing has more than halved is reported."""
+
+
+def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
+    """Number of optimizer steps of a run. If the last step is not full, sequences of the next epoch fill it up."""
+    if max_steps is not None:
+        return max_steps
+    return math.ceil((epochs or 0) * num_sequences / global_batch_size)
+
+
+def fit_batch(plan: RunPlan, num_sequences: int, made: tuple[Choice, ...]) -> tuple[Choice, ...]:
+    """Add the global batch, if the plan leaves it open, to the choices `made`; a chosen micro-batch then divides its share."""
+    if not plan.leaves_open(GLOBAL_BATCH_FIELD):
+        return made
+    usual, reason = plan.training.global_batch_size, "the usual one"
+    if num_sequences < usual:
+        reason = f"the data make {num_sequences} sequences, fewer than the usual {usual}"
+    # A batch that not even one sequence per rank fills is refused by `check_steps`.
+    batch = min(usual, _largest_batch(plan, num_sequences)) or usual
+    micro, share = plan.with_choices(made).training.micro_batch_size, batch // plan.parallelism.world_size
+    fitting = next(size for size in range(micro, 0, -1) if share % size == 0)
+    others = (choice.model_copy(update={"value": fitting}) if choice.field == MICRO_BATCH_FIELD else choice for choice in made)
+    return (Choice(field=GLOBAL_BATCH_FIELD, value=batch, reason=reason), *others)
+
+
+def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iterator[Finding]:
+    """Report training data that do not fill a step, or of which packing leaves only a few steps."""
+    training, largest = plan.training, _largest_batch(plan, num_sequences)
+    batch = training.global_batch_size
+    if plan.leaves_open(GLOBAL_BATCH_FIELD) and largest:
+        batch = min(batch, largest)
+    made = f"{num_occurrences} records make {num_sequences} sequences"
+    if num_sequences < batch:
+        ways = [f"set {GLOBAL_BATCH_FIELD} to {largest}"] if largest else []
+        if plan.data.packing and num_occurrences >= batch:
+            ways.append(f"set spec.data.packing: false, which gives {num_occurrences} sequences")
+        yield make_finding(
+            "fewer-sequences-than-batch",
+            field=GLOBAL_BATCH_FIELD,
+            value=str(batch),
+            message=f"{made}, fewer than one step takes: a step would count some of them twice",
+            fix=", or ".join([*ways, "give more records"]),
+        )
+        return
+    steps, unpacked = (total_steps(training.epochs, None, number, batch) for number in (num_sequences, num_occurrences))
+    if 0 < steps < FEW_STEPS and 2 * steps < unpacked:
+        yield make_finding(
+            "packing-leaves-few-steps",
+            field="spec.data.packing",
+            value="true",
+            message=f"{made}, so the run has {steps} step{'' if steps == 1 else 's'} of {batch} sequences; without packing it "
+            f"would have {unpacked}",
+            fix=f"lower {GLOBAL_BATCH_FIELD}, give more epochs, or set spec.data.packing: false as in tools that count records",
+        )
+
+
+def _largest_batch(plan: RunPlan, num_sequences: int) -> int:
+    """The largest global batch that the sequences fill and ranks can share; 0 if there is none."""
+    return num_sequences // plan.batch_unit * plan.batch_unit
+
+
+def check_lengths(plan: RunPlan, lengths: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
+    """Run `check_steps` on the lengths of all kept records. lengths: field of a data set -> tokens of each of its records."""
+    occurring = [
+        length
+        for dataset in plan.data.train
+        for index, length in enumerate(lengths[dataset.field])
+        for _ in range(occurrences(dataset.weight, index))
+    ]
+    packed = _num_packed(occurring, plan.data.max_sequence_length) if plan.data.packing else len(occurring)
+    return check_steps(plan, packed, len(occurring))
+
+
+def _num_packed(lengths: Sequence[int], limit: int) -> int:
+    """The number of sequences that packing.py makes, best fit decreasing, without numpy."""
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        tightest = bisect_left(rooms, length)
+        insort(rooms, (rooms.pop(tightest) if tightest < len(rooms) else limit) - length)
+    return len(rooms)
