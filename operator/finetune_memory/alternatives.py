@@ -27,7 +27,9 @@ from finetune_memory.estimate import Estimate
 SHORTEST_SEQUENCE = 256
 """Number of tokens in the shortest sequence that is proposed; with fewer, most data sets would lose most of their records."""
 MAX_RANKS_FACTOR = 16
-_NODES, _MIN_NODES = "parallelism.nodes", "parallelism.elastic.minNodes"
+USUAL_DEVICES = 8
+"""Number of devices of the usual largest node."""
+_NODES, _PROCESSES, _MIN_NODES = "parallelism.nodes", "parallelism.processesPerNode", "parallelism.elastic.minNodes"
 _SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _ENLARGE_COST, _SHORTEN_COST = 1, 3, 20, 60, 100, 200
 
 Predict = Callable[[RunPlan], Estimate]
@@ -90,9 +92,12 @@ def leanest(plan: RunPlan, predict: Predict, site: Site = ANYWHERE) -> Alternati
     return min(alternatives, key=lambda alternative: alternative.estimate.total, default=Alternative((), predict(plan)))
 
 
-def demand_on_claim(plan: RunPlan, alternative: Alternative) -> str:
-    """Say what the changes require of a workspace claim that the operator does not create; empty if they require nothing."""
-    more_nodes = plan.parallelism.nodes == 1 and any(change.field == f"spec.{_NODES}" for change in alternative.changes)
+def demand_on_cluster(plan: RunPlan, alternative: Alternative) -> str:
+    """Say what the changes require of a node, or of a workspace claim that is not the operator's; empty if of neither."""
+    values = {change.field: change.value for change in alternative.changes}
+    if (ranks := values.get(f"spec.{_PROCESSES}")) is not None:
+        return f"; a node then needs {ranks} devices, else set spec.{_NODES} to {ranks // plan.parallelism.processes_per_node}"
+    more_nodes = plan.parallelism.nodes == 1 and f"spec.{_NODES}" in values
     if not more_nodes or plan.workspace.claim == workspace_claim_name(plan.job.name):
         return ""
     return f"; several nodes would then mount the claim {plan.workspace.claim}, so it must be {AccessMode.READ_WRITE_MANY.value}"
@@ -154,9 +159,10 @@ def _options(plan: RunPlan, site: Site) -> list[list[_Change]]:
 
 
 def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
-    """Use more devices of the one machine or, since the number of devices of a node is not known, add whole nodes.
+    """Use more devices of the one machine or, since the number of devices of a node is not known, also add whole nodes.
 
-    The job must fit on the minimum number of nodes of an elastic gang.
+    More devices of the one node come first: they need no network and no claim that several nodes mount. The job must fit on the
+    minimum number of nodes of an elastic gang.
     """
     method, nodes, fewest = plan.method, plan.parallelism.nodes, plan.parallelism.min_nodes
     if method.quantization is not None and method.quantization.bits != SHARDED_BITS:
@@ -165,11 +171,13 @@ def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
         settings = effective_settings(method.type, method.adapter.settings)
         if METHODS[method.type].one_rank_setting(settings) is not None:
             return
+    # A pod without devices shares its memory among its ranks, so more of them save nothing.
+    of_node = USUAL_DEVICES if site.has_gpus and nodes == 1 and fewest is None else 0
+    ranks = 2 * plan.parallelism.processes_per_node
+    while ranks <= (of_node if site.most_ranks is None else site.most_ranks):
+        yield _on_more_ranks(plan, ranks, {_PROCESSES: ranks}, {"processes_per_node": ranks})
+        ranks *= 2
     if site.most_ranks is not None:
-        ranks = 2 * plan.parallelism.processes_per_node
-        while ranks <= site.most_ranks:
-            yield _on_more_ranks(plan, ranks, {"parallelism.processesPerNode": ranks}, {"processes_per_node": ranks})
-            ranks *= 2
         return
     if fewest is not None:
         for size in sorted({min(fewest * times, nodes) for times in (2, 4, 8, 16)} - {fewest}):
@@ -182,7 +190,7 @@ def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
             fields["workspace.volumeClaimTemplate.accessMode"] = AccessMode.READ_WRITE_MANY.value
         if fewest is not None:
             fields[_MIN_NODES] = size
-        yield _on_more_ranks(plan, times, fields, {"nodes": size, "min_nodes": None if fewest is None else size})
+        yield _on_more_ranks(plan, times + of_node, fields, {"nodes": size, "min_nodes": None if fewest is None else size})
         times *= 2
 
 

@@ -20,9 +20,14 @@ class MemoryLimit:
     devices: int | None = None
     """Number of devices of the one machine where the job runs; None if unknown."""
 
+    @property
+    def roomy(self) -> int:
+        """Bytes that leave enough of the limit free."""
+        return (100 - KEPT_FREE_PERCENT) * self.bytes // 100
+
     def leaves_room_above(self, needed: int) -> bool:
         """Whether `needed` bytes leave enough of the limit free."""
-        return 100 * needed <= (100 - KEPT_FREE_PERCENT) * self.bytes
+        return needed <= self.roomy
 
 
 def format_bytes(count: int) -> str:

@@ -11,7 +11,7 @@ from finetune_job.finding import Finding
 from finetune_job.plan.element_types import resolve_elements
 from finetune_job.plan.launch_plan import Placement
 from finetune_job.plan.run_plan import Choice, RunPlan
-from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, demand_on_claim, leanest
+from finetune_memory.alternatives import MAX_RANKS_FACTOR, Alternative, Site, cheapest_fitting, demand_on_cluster, leanest
 from finetune_memory.choices import (
     Predict,
     choose_attention,
@@ -117,7 +117,9 @@ def judge_memory(
     if limit is None or prediction.total <= limit.bytes:
         return MemoryVerdict(plan, prediction, limit, None, host_limit, resharding=resharding, batches=batches)
     site = Site(has_gpus=limit.is_device, most_ranks=limit.devices)
-    alternative = cheapest_fitting(plan, limit.bytes, predict, site)
+    # Changes that barely fit are proposed if none leave room for the estimate's error, or only those that need more nodes.
+    ways = [way for most in (limit.roomy, limit.bytes) if (way := cheapest_fitting(plan, most, predict, site)) is not None]
+    alternative = min(ways, key=lambda way: any(change.field == "spec.parallelism.nodes" for change in way.changes), default=None)
     least = None if alternative is not None else leanest(plan, predict, site)
     return MemoryVerdict(plan, prediction, limit, alternative, host_limit, least, resharding, batches)
 
@@ -163,7 +165,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
     )
     fix = (
         f"set {alternative.text}, which needs {format_bytes(alternative.estimate.total)}"
-        f"{demand_on_claim(verdict.plan, alternative)}"
+        f"{demand_on_cluster(verdict.plan, alternative) if limit.devices is None else ''}"
         if alternative is not None
         else no_change_suffices(verdict)
     )

@@ -5,7 +5,7 @@ from typing import Any
 
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.plan.run_plan import RunPlan
-from finetune_memory.alternatives import cheapest_fitting
+from finetune_memory.alternatives import ANYWHERE, Site, cheapest_fitting
 from finetune_memory.estimate import Estimate, Term
 from finetune_memory.limit import MemoryLimit
 from finetune_memory.verdict import MemoryVerdict, judge_memory, memory_finding
@@ -49,7 +49,8 @@ def test_an_elastic_gang_has_to_fit_on_its_fewest_nodes() -> None:
     assert judged(fixed, gib=limit).fits
     verdict = judged(gang, gib=limit)
     assert not verdict.fits
-    assert changes_of(verdict) == {"spec.parallelism.elastic.minNodes": 2}
+    by_nodes = changes(gang, lambda plan: 100 // plan.parallelism.smallest_world_size, 50)
+    assert by_nodes == {"parallelism.elastic.minNodes": 2}
 
 
 def test_what_no_change_can_save_is_named() -> None:
@@ -75,13 +76,13 @@ def changes_of(verdict: MemoryVerdict) -> dict[str, Any]:
     return {} if verdict.alternative is None else {change.field: change.value for change in verdict.alternative.changes}
 
 
-def changes(job: JobBuilder, size: Callable[[RunPlan], int], limit: int) -> dict[str, Any] | None:
+def changes(job: JobBuilder, size: Callable[[RunPlan], int], limit: int, site: Site = ANYWHERE) -> dict[str, Any] | None:
     """The changes that are found where a plan takes `size`."""
 
     def predict(plan: RunPlan) -> Estimate:
         return Estimate((Term("all", size(plan), ""),), "", ())
 
-    found = cheapest_fitting(job.plan(), limit, predict)
+    found = cheapest_fitting(job.plan(), limit, predict, site)
     return None if found is None else {change.field.removeprefix("spec."): change.value for change in found.changes}
 
 
@@ -105,6 +106,29 @@ def test_up_to_sixteen_times_the_nodes() -> None:
     job = small_job().spec("training.globalBatchSize", 64)
     assert changes(job, lambda plan: 1600 // plan.parallelism.world_size, 100) == {"parallelism.nodes": 16}
     assert changes(job, lambda plan: 1600 // plan.parallelism.world_size, 99) is None
+
+
+def test_more_devices_of_the_one_node_come_before_more_nodes() -> None:
+    job = a_job().spec("workspace", {"volumeClaimTemplate": {"storage": "10Gi"}})
+    found = judged(job, gib=14)
+    assert changes_of(found) == {"spec.parallelism.processesPerNode": 4}
+    finding = memory_finding(found)
+    assert finding is not None
+    assert "a node then needs 4 devices, else set spec.parallelism.nodes to 4" in finding.fix
+    # Nodes that are already several are taken to be full, and a node of eight devices is.
+    share = lambda plan: 100 // plan.parallelism.world_size  # noqa: E731
+    many = Site(has_gpus=True)
+    for nodes, processes, added in ((2, 1, {"parallelism.nodes": 4}), (1, 8, None), (1, 4, {"parallelism.processesPerNode": 8})):
+        wide = small_job().nodes(nodes).processes_per_node(processes).spec("training.globalBatchSize", 64)
+        of_node = changes(wide, share, 50 // (nodes * processes), many)
+        assert of_node == added or (added is None and of_node is not None and of_node["parallelism.nodes"] == 2)
+
+
+def test_a_change_that_barely_fits_is_proposed_only_if_no_other_leaves_room() -> None:
+    """One device of an 8B model needs 19.8 GiB, two need 16.2 each, four 12.2."""
+    roomy, tight = judged(a_job(), gib=17), judged(a_job(), gib=18.1)
+    assert changes_of(roomy) == {"spec.parallelism.processesPerNode": 4}
+    assert changes_of(tight) == {"spec.parallelism.processesPerNode": 2}
 
 
 def test_of_two_changes_the_one_that_costs_less() -> None:
@@ -169,4 +193,4 @@ def test_a_device_that_is_named_without_a_profile_computes_with_packed_weights()
     plan = a_job().spec("training.globalBatchSize", 16).plan().model_copy(update={"placement": None})
     limit = MemoryLimit(24 * GIB, is_device=True, source="--gpu-memory")
     found = judge_memory(plan, shape_of("Llama-3.1-70B", plan), "bfloat16", limit)
-    assert changes_of(found) == {"spec.parallelism.nodes": 8, "spec.method.type": "QLoRA"}
+    assert changes_of(found) == {"spec.parallelism.processesPerNode": 8, "spec.method.type": "QLoRA"}

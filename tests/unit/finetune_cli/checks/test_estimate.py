@@ -181,9 +181,9 @@ EIGHT_BITS = {"method.type": "QLoRA", "method.quantization.bits": 8}
 @pytest.mark.parametrize(
     ("written", "gib", "changed"),
     [
-        # Without the rules it would be Selective, eight nodes alone, and four.
+        # Without the rules it would be Selective, sixteen nodes alone, and four.
         ({"training.compile": True, "training.microBatchSize": 1, "training.precision": "bf16", FULL: "None"}, 28, FULL),
-        ({"workspace": TEMPLATE}, 14, "workspace.volumeClaimTemplate.accessMode"),
+        ({"workspace": TEMPLATE}, 8, "workspace.volumeClaimTemplate.accessMode"),
         (EIGHT_BITS | {"training.microBatchSize": 1, "data.maxSequenceLength": 2048}, 12, "data.maxSequenceLength"),
     ],
 )
