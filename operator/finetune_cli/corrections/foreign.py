@@ -134,10 +134,13 @@ def _accumulation(_row: Row, value: Any, spec: Spec) -> Proposal:
     total = (micro or 1) * ranks * (steps or 1)
     is_clear = all(len({*counts}) < 2 and None not in counts for counts in (micros, nodes, processes, [steps]))
     has_total = any(True for _ in values_of(spec, _TOTALS))
+    # Elsewhere a step counts records unless packing is asked for; packed, the same run has a fraction of the steps.
+    packs = any(True for _ in values_of(spec, names_of("data.packing")))
     return _set(
         {"training.globalBatchSize": min(total, _MOST_COUNTED)},
         f"write spec.training.globalBatchSize: {total} (microBatchSize {micro or 'unset, taken as 1'} x {ranks} "
-        f"rank{'s' if ranks > 1 else ''} x {steps or 1} accumulated): accumulation follows from it",
+        f"rank{'s' if ranks > 1 else ''} x {steps or 1} accumulated): accumulation follows from it"
+        + ("" if packs else "; spec.data.packing: false keeps the number of steps, as sequences then hold one record each"),
         is_certain=micro is not None and is_clear and not has_total and total <= _MOST_COUNTED,
     )
 

@@ -237,6 +237,17 @@ def test_an_accumulation_that_is_not_understood_is_for_a_person(written: Any, is
     assert (found.edits, found.is_certain) == (((BATCH, total),), is_certain)
 
 
+@pytest.mark.parametrize("packing", ["packing", "sample_packing", "neat_packing"])
+def test_that_packing_leaves_fewer_steps_is_said_where_the_other_tool_does_not_pack(packing: str) -> None:
+    unpacked, packed = (answer("gradient_accumulation_steps", 8, spec) for spec in ({}, {packing: True}))
+    assert unpacked is not None
+    assert packed is not None
+    assert (
+        unpacked.fix
+        == f"{packed.fix}; spec.data.packing: false keeps the number of steps, as sequences then hold one record each"
+    )
+
+
 @pytest.mark.parametrize("place", ["spec", "spec.training", "spec.parallelism"])
 def test_ranks_that_are_pasted_anywhere_count_in_the_fix(place: str) -> None:
     document = yaml.safe_load(PASTED)
