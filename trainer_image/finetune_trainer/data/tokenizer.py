@@ -38,6 +38,10 @@ _TODAY = "strftime_now"
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
 """Text in the form of a special token."""
 QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
+_OF_VOCABULARIES = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", ".model", "bpe")
+"""Parts of the names of files with a vocabulary, or with the code of a tokenizer."""
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""Files beside a vocabulary that are of no use without one."""
 MarkerProblem = tuple[str, str, str]
 """Rule, message and fix of a problem in the text that the template writes around turns."""
 
@@ -80,10 +84,23 @@ def unusable(directory: Path, message: str) -> Finding:
     return _finding("tokenizer-unusable", directory.name, message, fix)
 
 
+def no_tokenizer(directory: Path) -> Finding | None:
+    """The finding that a model's directory holds no vocabulary; libraries then make a tokenizer without words, and no error."""
+    names = [path.name.lower() for path in directory.glob("*") if path.name not in _TOKENIZER_SETTINGS]
+    if any(word in name for name in names for word in _OF_VOCABULARIES):
+        return None
+    message = (
+        "the model's directory has no tokenizer: no tokenizer.json, nor tokenizer.model, vocab.json, vocab.txt or tekken.json"
+    )
+    return unusable(directory, message)
+
+
 def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer | None, list[Finding]]:
     """Load the tokenizer. Returns it, or None and a finding. Nothing is downloaded."""
     from transformers import AutoTokenizer
 
+    if (missing := no_tokenizer(directory)) is not None:
+        return None, [missing]
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=allow_remote_code, local_files_only=True)
         tokenizer("probe")

@@ -157,6 +157,10 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
         return ()
     directory = Path(model["directory"])
     findings = inspect_model_files(directory, model["address"], Path(model["claim"])).findings
+    if not findings:
+        from finetune_trainer.data.tokenizer import no_tokenizer
+
+        findings = tuple(filter(None, [no_tokenizer(directory)]))
     if findings or model["adapter_base"] is None:
         return findings
     named = adapter_base_problem(model["adapter_base"], directory)

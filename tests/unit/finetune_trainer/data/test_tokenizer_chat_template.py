@@ -8,7 +8,7 @@ from tokenizers import processors
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.run_plan import DataPlan
-from finetune_trainer.data.tokenizer import check_chat_template
+from finetune_trainer.data.tokenizer import check_chat_template, no_tokenizer
 from finetune_trainer.roles.preflight import run
 from tests.unit.finetune_trainer.data.chat_templates import CHATML, FAMILIES, GEMMA, LLAMA3, THINKING, TWO_STOPS
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
@@ -125,3 +125,18 @@ def test_preflight_refuses_chats_that_no_template_renders_and_prepares_those_tha
     accepted = run(context(changes | {"data.chatTemplate": template}))
     assert accepted.outcome is Outcome.SUCCEEDED, accepted
     assert int(accepted.facts["supervised_tokens"]) > 16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model"),
+        *("qwen.tiktoken", "sentencepiece.bpe.model", "rwkv_vocab_v20230424.txt", "tokenization_hyena.py"),
+    ],
+)
+def test_a_directory_without_a_vocabulary_has_no_tokenizer(tmp_path, name):
+    for beside in ("config.json", "model.safetensors", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        (tmp_path / beside).touch()
+    assert "has no tokenizer" in no_tokenizer(tmp_path).message
+    (tmp_path / name).touch()
+    assert no_tokenizer(tmp_path) is None

@@ -138,7 +138,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(context, model):
 def test_a_missing_tokenizer_is_refused(context, model, files):
     for name in files:
         (model / name).unlink()
-    only(context(), "tokenizer-unusable")
+    assert "has no tokenizer: no tokenizer.json, nor tokenizer.model" in only(context(), "tokenizer-unusable").message
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(context, model):
