@@ -218,8 +218,8 @@ def audit(
     Compares all parts of the run by their digests, and recomputes randomly chosen intervals between checkpoints. The run is only
     read.
 
-    Exit codes: 0: nothing differs; 1: something differs; 2: unusable input; 3: it could not be recomputed;
-    130: interrupted.
+    Exit codes: 0: nothing differs; 1: something differs; 2: unusable input, or a run with fewer than two checkpoints; 3: it could
+    not be recomputed; 130: interrupted.
     """
     from finetune_cli.commands.audit import AuditOrder
     from finetune_cli.commands.audit import audit as audit_run

@@ -28,6 +28,7 @@ from finetune_cli.local.role_output import SaidLine
 from finetune_cli.local.summary import Summary
 from finetune_cli.render.signs_of_life import SILENCE_SECONDS, SignsOfLife
 from finetune_cli.render.verdicts import finding_text
+from finetune_job.api.enumerations import MergeBase
 from finetune_job.failures import FailureClass, Outcome, TerminationReport
 from finetune_job.names import Role
 from finetune_job.progress import Progress as TrainingProgress
@@ -228,6 +229,7 @@ def verification_rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [("verification", ", ".join(parts))]
     other = figures.get("other_logits")
     if isinstance(other, Mapping) and "mean_kl" in other:
-        # With QLoRA, the base that the adapter was trained on and the base that it was added to have different values.
-        rows.append(("on other base", f"mean KL {other['mean_kl']:.2g}, same token {other.get('top1_agreement', 0):.1%}"))
+        against = "original" if figures.get("merged_onto") == MergeBase.DEQUANTIZED else "packed"
+        figure = f"mean KL {other['mean_kl']:.2g}, same token {other.get('top1_agreement', 0):.1%}"
+        rows.append(("rounding", f"against the adapter on the {against} base, whose weights are rounded otherwise: {figure}"))
     return rows

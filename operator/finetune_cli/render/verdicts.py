@@ -40,7 +40,7 @@ def report_text(report: Report) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """Write a finding: field, value, reason, fix."""
+    """Write a finding: field, value, reason, fix. `finetune explain` has the evidence."""
     return "\n".join(
         [
             "",
@@ -49,7 +49,6 @@ def finding_text(finding: Finding) -> str:
             labelled("value", finding.value),
             labelled("reason", finding.message),
             labelled("fix", finding.fix),
-            *([labelled("source", finding.source)] if finding.source else []),
         ]
     )
 

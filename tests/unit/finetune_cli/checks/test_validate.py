@@ -39,11 +39,7 @@ FineTuneJob tuned: accepted
 
 def test_text_of_a_refused_job():
     result = run("validate", "-f", "-", stdin=REFUSED)
-    found, separator, source = result.output.partition("    source: ")
-    assert found + separator == f"{REFUSED_TEXT}    source: "
-    assert source.startswith("reproduced by")
-    assert "tests/pitfalls/test_wrapping.py" in source
-    assert "peft/utils/other.py" in source
+    assert result.output == REFUSED_TEXT
     assert result.exit_code == ExitCode.REFUSED == 1
 
 

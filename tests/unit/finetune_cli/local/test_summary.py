@@ -67,7 +67,7 @@ def test_the_summary_tells_where_everything_is(tmp_path):
         "published at:  hf://team/a@0",
         "adapter at:    hf://team/a-adapter@1",
         "passed, 28 tensors changed, 11 untouched, mean KL 1.5e-06, same token 100.0%",
-        "on other base: mean KL 0.02, same token 97.5%",
+        "rounding:      against the adapter on the packed base, whose weights are rounded otherwise: mean KL 0.02, same",
         f"report:        {output / 'report.html'}",
         "25.0 s",
     ):
