@@ -47,7 +47,6 @@ FUNCTIONS, OLDER_CALL = "functions", "function_call"
 OLDER_ROLE, NEWER_ROLE = "function", "tool"
 PART_SEPARATOR = "\n"
 """Separator between the text parts of one content. Servers of text-only models also join the parts with it."""
-WRITE_CHAT = f"write {example(DataFormat.CHAT)}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,11 @@ class _Source:
     mapping: MappingPlan
     keys: tuple[str, ...]
     """Keys of the required parts: of the turns, of the text, or of question and answer."""
+
+    @property
+    def wanted(self) -> str:
+        """The fix of a record that is no chat."""
+        return f"write {example(DataFormat.CHAT, self.mapping)}"
 
 
 def record_of(
@@ -75,7 +79,7 @@ def record_of(
     """
     if not isinstance(value, dict):
         reason = f"is a JSON {kind(value)}, not an object"
-        return place.problem("", json.dumps(value), reason, f"write {example(data_format)}")
+        return place.problem("", json.dumps(value), reason, f"write {example(data_format, mapping)}")
     keys, sides = required_keys(data_format, mapping), (mapping.prompt, mapping.completion)
     if data_format is DataFormat.CHAT and keys[0] not in value and is_pair_of_turns(*map(value.get, sides)):
         keys = sides
@@ -91,7 +95,7 @@ def record_of(
     except RecordRefusedError as error:
         return error.problem
     except RecursionError:
-        return place.problem("", f"keys {sorted(value)}", "is nested too deeply", f"write {example(data_format)}")
+        return place.problem("", f"keys {sorted(value)}", "is nested too deeply", f"write {example(data_format, mapping)}")
     unread += tuple(key for key in columns_not_read if is_of_interest(key) and key not in mapping.ignored)
     return Record(line=place.line, unit=place.unit, file=place.file, unread=unread, **fields)
 
@@ -173,7 +177,7 @@ def _checked_text(
     may_be_empty: bool = False,
 ) -> str:
     if not isinstance(value, str):
-        fix = Suggestion(f"write {example(data_format)}")
+        fix = Suggestion(f"write {key} as one string")
         if isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value):
             changes = {"spec.data.format": "Chat"}
             if data_format is DataFormat.PROMPT_COMPLETION:
@@ -347,7 +351,7 @@ def _turns(source: _Source, key: str) -> list[Message]:
     # Tables and the Json columns of the datasets library may hold turns as a string of JSON, which is decoded here.
     messages = _json_of(source.value[key], source.value[key])
     if not isinstance(messages, list):
-        source.place.refuse(key, as_json(messages), f"is a {kind(messages)}, not a list", WRITE_CHAT)
+        source.place.refuse(key, as_json(messages), f"is a {kind(messages)}, not a list", source.wanted)
     if not messages:
         source.place.refuse(key, "[]", "is empty, so there is nothing to learn", "remove the record or fill it in")
     if any(_older_call(turn) is not None for turn in messages):
@@ -359,7 +363,7 @@ def _turn(source: _Source, key: str, message: Any, turns: Sequence[Any]) -> Mess
     """Convert `message`, one of `turns`. Keys other than role, content and tool_calls are kept for the template."""
     place, mapping = source.place, source.mapping
     if not isinstance(message, dict):
-        place.refuse(key, as_json(message), f"is a {kind(message)}, not an object", WRITE_CHAT)
+        place.refuse(key, as_json(message), f"is a {kind(message)}, not an object", source.wanted)
     role, calls = _role(source, f"{key}.{mapping.role}", message, turns), message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         place.refuse(f"{key}.tool_calls", as_json(calls), "is not a list of objects", "write a list of calls, or remove it")
@@ -374,9 +378,10 @@ def _role(source: _Source, key: str, message: Mapping[str, Any], turns: Sequence
     mapping, place = source.mapping, source.place
     role = message.get(mapping.role)
     if role is None:
-        place.refuse(key, f"keys {sorted(message)}", "is missing", suggest_turn(message, turns, mapping) or WRITE_CHAT)
+        place.refuse(key, f"keys {sorted(message)}", "is missing", suggest_turn(message, turns, mapping) or source.wanted)
     if not isinstance(role, str) or not role.strip():
-        place.refuse(key, as_json(role), "is not the name of a role", "write system, user, assistant or tool")
+        names = mapping.roles or ("system", "user", ASSISTANT, "tool")
+        place.refuse(key, as_json(role), "is not the name of a role", f"write one of {', '.join(names)}")
     if mapping.roles is not None and (role := mapping.roles.get(role, role)) not in ROLES:
         reason = f"{role!r} is not a role of a chat and spec.data.mapping.roles does not name it"
         place.refuse(key, role, reason, suggest_role(role))
@@ -393,7 +398,7 @@ def _content(source: _Source, key: str, message: Mapping[str, Any], role: str) -
         if calls:
             return None
         reason = "is null, which only a turn with tool_calls may be" if source.mapping.content in message else "is missing"
-        place.refuse(key, f"keys {sorted(message)}", reason, WRITE_CHAT)
+        place.refuse(key, f"keys {sorted(message)}", reason, source.wanted)
     if isinstance(content, list):
         texts = [text_of_part(place, f"{key}[{number}]", part, source.mapping) for number, part in enumerate(content)]
         content = PART_SEPARATOR.join(texts)

@@ -88,7 +88,7 @@ def _skip_line(file: BinaryIO) -> None:
 
 def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
     """Yield the record of every element of the list, or its problem. Reading ends only if the list itself is malformed."""
-    wanted = f"write a list of records: [{example(data_format)}, ...]"
+    wanted = f"write a list of records: [{example(data_format, mapping)}, ...]"
     with open_regular(path) as file:
         window = _Window(file)
         mark = window.next_mark()
@@ -168,7 +168,7 @@ def _parsed(place: RecordPosition, encoded: bytes | str, data_format: DataFormat
         return place.not_utf8("", encoded if isinstance(encoded, bytes) else encoded.encode())
     except (ValueError, RecursionError) as error:
         form = "one JSON object per line: " if place.unit == "line" else ""
-        return place.problem("", encoded, f"is not JSON ({error})", f"write {form}{example(data_format)}")
+        return place.problem("", encoded, f"is not JSON ({error})", f"write {form}{example(data_format, mapping)}")
     return record_of(place, value, data_format, mapping)
 
 

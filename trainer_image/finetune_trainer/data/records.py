@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NoReturn
 from pydantic import Field
 
 from finetune_job.api.inputs import DataFormat
+from finetune_job.plan.mapping import UNMAPPED, MappingPlan
 
 KEYS: Mapping[DataFormat, tuple[str, ...]] = {
     DataFormat.CHAT: ("messages",),
@@ -225,11 +226,14 @@ def with_arguments(message: Message, convert: Callable[[str, Any], Any]) -> Mess
     return {**message, "tool_calls": [converted(call, called_name(call)) for call in calls]} if calls else message
 
 
-def example(data_format: DataFormat) -> str:
-    """A valid record, for messages."""
-    if data_format is DataFormat.CHAT:
-        return '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-    return json.dumps(dict.fromkeys(KEYS[data_format], "..."))
+def example(data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> str:
+    """A valid record, for messages, with the names that the mapping has for its parts."""
+    if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
+        names = {meant: name for name, meant in reversed((mapping.roles or {}).items())}
+        turns = [{mapping.role: names.get(role, role), mapping.content: "..."} for role in ("user", ASSISTANT)]
+        return json.dumps({mapping.messages: turns})
+    keys = (mapping.text,) if data_format is DataFormat.TEXT else (mapping.prompt, mapping.completion)
+    return json.dumps(dict.fromkeys(keys, "..."))
 
 
 def kind(value: Any) -> str:

@@ -56,7 +56,7 @@ def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping
     if suggestion is None:
         fields = {mapping.messages: "messages", mapping.prompt: "prompt", mapping.completion: "completion", mapping.text: "text"}
         similar = difflib.get_close_matches(key, [name for name in names if name not in KEYS[data_format]], n=1)
-        suggestion = _set(_mapped(fields[key], similar[0])) if similar else Suggestion(f"write {example(data_format)}")
+        suggestion = _set(_mapped(fields[key], similar[0])) if similar else Suggestion(f"write {example(data_format, mapping)}")
     return suggestion
 
 

@@ -4,11 +4,14 @@ import json
 
 import pytest
 
-from finetune_job.api.inputs import DataFormat
+from finetune_job.api.inputs import DataFormat, DataMapping
+from finetune_job.plan.mapping import MappingPlan, mapped_fields
 from finetune_trainer.data.read import read_file
+from finetune_trainer.data.records import example
 from tests.unit.finetune_trainer.data.record_files import CHATS, contents, write
 
 CHAT = DataFormat.CHAT
+SHARE_GPT_EXAMPLE = 'write {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}'
 
 
 def test_tools_may_be_json_in_a_text(tmp_path):
@@ -67,3 +70,31 @@ def test_malformed_chats_are_named_by_key_and_reason(tmp_path, messages, key, re
 def test_tools_that_are_no_list_of_objects_are_a_problem(tmp_path, tools):
     (problem,) = read_file(write(tmp_path / "data.jsonl", [{**CHATS[0], "tools": tools}]), CHAT)
     assert problem.key == "tools"
+
+
+@pytest.mark.parametrize(
+    ("record", "fix"),
+    [
+        ({"id": 1}, SHARE_GPT_EXAMPLE),
+        ({"conversations": "a"}, SHARE_GPT_EXAMPLE),
+        ({"conversations": ["a"]}, SHARE_GPT_EXAMPLE),
+        ({"conversations": [{"value": "a"}]}, SHARE_GPT_EXAMPLE),
+        ({"conversations": [{"from": "human"}]}, SHARE_GPT_EXAMPLE),
+        ({"conversations": [{"from": 1, "value": "a"}]}, "write one of human, gpt, chatgpt, observation"),
+        ([1], SHARE_GPT_EXAMPLE),
+    ],
+)
+def test_a_fix_names_the_keys_that_the_records_have(tmp_path, record, fix):
+    mapping = MappingPlan.model_validate(mapped_fields(DataMapping(preset="ShareGPT")))
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    (problem,) = read_file(tmp_path / "data.jsonl", CHAT, mapping=mapping)
+    assert problem.fix == fix
+
+
+def test_an_example_has_the_names_of_the_mapping():
+    pair = MappingPlan(prompt="instruction", completion="output", text="body")
+    assert example(DataFormat.PROMPT_COMPLETION, pair) == '{"instruction": "...", "output": "..."}'
+    assert example(DataFormat.CHAT, pair.model_copy(update={"chat_of_pair": True})) == '{"instruction": "...", "output": "..."}'
+    assert example(DataFormat.TEXT, pair) == '{"body": "..."}'
+    plain = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+    assert example(DataFormat.CHAT, pair) == plain
