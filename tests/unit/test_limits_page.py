@@ -83,7 +83,11 @@ ASKED: dict[str, tuple[Callable[[Path], str], str, str]] = {
     ),
     "packages for flash": (written("model.attention", "flash_attention_2"), "torch has such kernels itself", "write varlen"),
     "8-bit and paged": (written("training.optimizer", "adamw_8bit"), "8-bit and paged optimizers are not offered", "write AdamW"),
-    "a 4-bit base": (packed_mixture, "memory-estimate-exceeds-gpu", "set spec.parallelism.processesPerNode: 2, spec.method.type: LoRA"),
+    "a 4-bit base": (
+        packed_mixture,
+        "memory-estimate-exceeds-gpu",
+        "set spec.parallelism.processesPerNode: 2, spec.method.type: LoRA",
+    ),
     "an 8-bit base": (
         written("method", {"type": "QLoRA", "quantization": {"bits": 8}}),
         "quantization-bits",

@@ -18,27 +18,23 @@ from finetune_cli.commands.data import FirstRecords
 from finetune_cli.documents import document_text, read_documents
 from finetune_cli.edit_yaml import edit_document
 from finetune_cli.exit_codes import LocalError
-from finetune_job.api.base import ClaimPath, HubPath, parse_source
+from finetune_job.api.base import BucketPath, ClaimPath, HubPath, parse_source
 from finetune_job.api.inputs import DataFormat, DataSpec
 from finetune_job.names import API_VERSION, JOB_KIND, MAX_JOB_NAME
 from finetune_job.rules.rule import changes_text
 from finetune_job.rules.sources import commit_command
 
 _QUESTIONS = {
-    "model": ("Base model (hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH)", "--model"),
-    "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data"),
+    "model": ("Base model (hf://ORG/NAME, s3://BUCKET/PREFIX or pvc://CLAIM/PATH)", "--model", "spec.model.source"),
+    "data": ("Records to train on (hf://datasets/ORG/NAME, s3://..., or pvc://CLAIM/FILE)", "--data", "spec.data.source"),
+    "revision": ("Commit of {}, 40 digits (`{}` prints it)", "--revision", "spec.model.revision"),
+    "data_revision": ("Commit of {}, 40 digits (`{}` prints it)", "--data-revision", "spec.data.revision"),
 }
-_FIELDS = {
-    "model": "spec.model.source",
-    "data": "spec.data.source",
-    "revision": "spec.model.revision",
-    "data_revision": "spec.data.revision",
-}
+"""Answer -> its question, option and field."""
 _STAND_INS = {"model": "pvc://models/base", "data": "pvc://data/train.jsonl"}
 """Answers in place of those that are not given yet, so that a first answer can be checked."""
 MOST_DEVICES = 64
 """Maximum of spec.parallelism.processesPerNode."""
-_COMMIT = "Commit of {}, 40 digits (`{}` prints it)"
 _FORMAT = f"Format of the records ({', '.join(DataFormat)})"
 _NAME = "the manifest"
 HEAD = """\
@@ -67,25 +63,22 @@ class Answers:
 def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: bool) -> Answers:
     """Ask for missing answers. Raises LocalError if one is required and there is no terminal."""
     answers = given
-    for field, (question, option) in _QUESTIONS.items():
-        if getattr(answers, field) is None:
-            check = _checks(answers, field, records)
-            asked: dict[str, Any] = {field: _asked(question, option, check, is_terminal=is_terminal)}
-            answers = replace(answers, **asked)
-    for source, field, option in (("model", "revision", "--revision"), ("data", "data_revision", "--data-revision")):
-        address = getattr(answers, source)
-        try:
-            place = parse_source(address)
-        except ValueError:
-            continue  # validation refuses it
-        if isinstance(place, HubPath) and getattr(answers, field) is None:
-            question, check = _COMMIT.format(address, commit_command(place)), _checks(answers, field, records)
-            asked = {field: _asked(question, option, check, is_terminal=is_terminal)}
-            answers = replace(answers, **asked)
+    for field, (question, option, _) in _QUESTIONS.items():
+        if getattr(answers, field) is not None:
+            continue
+        if field.endswith("revision"):
+            source = answers.data if field == "data_revision" else answers.model
+            place = _place(source)
+            if not isinstance(place, HubPath):
+                continue
+            question = question.format(source, commit_command(place))
+        if not is_terminal:
+            raise LocalError(f"{option}: is missing ({question})")
+        asked: dict[str, Any] = {field: typer.prompt(question, err=True, value_proc=_checks(answers, field, records))}
+        answers = replace(answers, **asked)
     if answers.devices is None:
-        devices = (
-            typer.prompt("GPUs of one node, or CPU ranks", default=1, value_proc=_device_count, err=True) if is_terminal else 1
-        )
+        words = "GPUs of one node, or CPU ranks"
+        devices = typer.prompt(words, default=1, value_proc=_device_count, err=True) if is_terminal else 1
         answers = replace(answers, devices=devices)
     if answers.format is None and is_terminal and unseen(answers, records):
         usual = usual_format(answers, records)
@@ -110,32 +103,32 @@ def usual_format(answers: Answers, records: FirstRecords | None) -> DataFormat:
     return DataSpec().format
 
 
-def _local(source: str | None, records: FirstRecords | None) -> Path | None:
-    """The path on this machine of a source on a claim; None for other sources, also for those that validation refuses."""
+def _place(source: str | None) -> ClaimPath | HubPath | BucketPath | None:
+    """The parts of an address; None if it has none, which validation refuses."""
     with suppress(ValueError):
-        place = parse_source(source or "")
-        if records is not None and isinstance(place, ClaimPath):
-            return records.claim_paths.get(place.claim, records.claims / place.claim) / place.path
+        return parse_source(source or "")
     return None
+
+
+def _local(source: str | None, records: FirstRecords | None) -> Path | None:
+    """The path on this machine of a source on a claim; None for other sources."""
+    place = _place(source)
+    if records is None or not isinstance(place, ClaimPath):
+        return None
+    return records.claim_paths.get(place.claim, records.claims / place.claim) / place.path
 
 
 def _checks(answers: Answers, field: str, records: FirstRecords | None) -> Callable[[str], str]:
     """Return the check of an answer by the rules, which raises BadParameter so that it is asked for again."""
 
     def check(text: str) -> str:
-        given = {**_STAND_INS, **{name: value for name in _FIELDS if (value := getattr(answers, name)) is not None}, field: text}
-        _, report = manifest_text(replace(answers, **given))
+        text, given = text.strip(), {name: value for name in _QUESTIONS if (value := getattr(answers, name)) is not None}
+        _, report = manifest_text(replace(answers, **{**_STAND_INS, **given, field: text}))
         for finding in (finding for verdict in report.verdicts for finding in verdict.findings):
-            if finding.severity == "error" and finding.field == _FIELDS[field]:
+            if finding.severity == "error" and finding.field == _QUESTIONS[field][2]:
                 raise typer.BadParameter(f"{finding.message}; {finding.fix}")
         place = _local(text, records)
-        if (
-            records is not None
-            and place is not None
-            and records.claims != place.parent
-            and place.parent.is_dir()
-            and not place.exists()
-        ):
+        if place is not None and place.parent.is_dir() and not place.exists() and "/" in text.removeprefix("pvc://"):
             raise typer.BadParameter(f"{place} does not exist")
         return text
 
@@ -146,12 +139,6 @@ def _device_count(text: Any) -> int:
     if not str(text).strip().isdecimal() or not 1 <= int(text) <= MOST_DEVICES:
         raise typer.BadParameter(f"{text} is not a number from 1 to {MOST_DEVICES}")
     return int(text)
-
-
-def _asked(question: str, option: str, check: Callable[[str], str], *, is_terminal: bool) -> str:
-    if not is_terminal:
-        raise LocalError(f"{option}: is missing ({question})")
-    return str(typer.prompt(question, err=True, value_proc=lambda text: check(str(text).strip())))
 
 
 def manifest_text(answers: Answers) -> tuple[str, Report]:
@@ -192,10 +179,8 @@ def made_for(text: str, answers: Answers, records: FirstRecords) -> tuple[str, R
     data = wanted["spec"]["data"]
     is_seen, is_pair = not unseen(answers, records), data.get("format", DataSpec().format) == DataFormat.PROMPT_COMPLETION
     if answers.format is None and is_seen and is_pair and usual_format(answers, records) is DataFormat.CHAT:
-        data |= {
-            "format": DataFormat.CHAT.value,
-            "mapping": data.get("mapping", {"prompt": "prompt", "completion": "completion"}),
-        }
+        pair = {"prompt": "prompt", "completion": "completion"}
+        data |= {"format": DataFormat.CHAT.value, "mapping": data.get("mapping", pair)}
         text = edit_document(text, 1, wanted)
         messages.append("the model has a chat template, so each prompt is asked by the user and each completion is the answer")
     return text, records.judged(validate_files([(_NAME, text)]), messages.append), messages
