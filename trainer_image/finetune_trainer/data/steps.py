@@ -46,7 +46,7 @@ def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iter
     batch = training.global_batch_size
     if plan.leaves_open(GLOBAL_BATCH_FIELD) and largest:
         batch = min(batch, largest)
-    made = f"{num_occurrences} records make {num_sequences} sequences"
+    made = f"{num_occurrences} records make {num_sequences} sequence{'' if num_sequences == 1 else 's'}"
     if num_sequences < batch:
         ways = [f"set {GLOBAL_BATCH_FIELD} to {largest}"] if largest else []
         if plan.data.packing and num_occurrences >= batch:
@@ -65,9 +65,10 @@ def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iter
             "packing-leaves-few-steps",
             field="spec.data.packing",
             value="true",
-            message=f"{made}, so the run has {steps} step{'' if steps == 1 else 's'} of {batch} sequences; without packing it "
+            message=f"{made}, so the run has {steps} step{'' if steps == 1 else 's'} with a batch of {batch}; without packing it "
             f"would have {unpacked}",
-            fix=f"lower {GLOBAL_BATCH_FIELD}, give more epochs, or set spec.data.packing: false as in tools that count records",
+            fix="set spec.data.packing: false, as in tools that count records, or give more epochs"
+            + (f", or lower {GLOBAL_BATCH_FIELD}" if batch > plan.batch_unit else ""),
         )
 
 

@@ -67,7 +67,7 @@ def test_a_micro_batch_must_fit_the_chosen_batch():
 @pytest.mark.parametrize(
     ("packing", "epochs", "occurrences", "steps"),
     [
-        (True, 1, 3600, "15 steps of 16 sequences; without packing it would have 225"),
+        (True, 1, 3600, "15 steps with a batch of 16; without packing it would have 225"),
         (True, 2, 3600, None),  # 29 steps
         (True, 1, 470, None),  # 15 of 30 steps
         (False, 1, 230, None),
