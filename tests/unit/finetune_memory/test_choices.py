@@ -14,6 +14,7 @@ from tests.support.builders import JobBuilder, a_job
 from tests.unit.finetune_memory.jobs import GIB, judged, shape_of, small_job, term
 
 MICRO, AGAIN = "training.microBatchSize", "training.activationCheckpointing"
+NODE = "parallelism.processesPerNode"
 
 
 def default_job() -> JobBuilder:
@@ -40,17 +41,13 @@ def chosen(job: JobBuilder, name: str = "Llama-3.1-8B", gib: float | None = 80) 
         ("Llama-3.1-8B", "LoRA", {24: (2, "Full"), 48: (2, "None"), 80: (4, "None")}),
         ("Llama-3.1-8B", "QLoRA", {24: (1, "None"), 48: (2, "None"), 80: (4, "None")}),
         ("Qwen3-8B", "LoRA", {24: (2, "Full"), 48: (1, "None"), 80: (2, "None")}),
-        ("Gemma-2-9B", "LoRA", {24: {"parallelism.nodes": 2}, 48: (1, "Selective"), 80: (1, "None")}),
-        (
-            "Llama-3.1-70B",
-            "LoRA",
-            {24: {"parallelism.nodes": 8, "method.type": "QLoRA"}, 48: {"parallelism.nodes": 8}, 80: {"parallelism.nodes": 4}},
-        ),
-        ("Llama-3.1-70B", "QLoRA", {24: {"parallelism.nodes": 8}, 48: {"parallelism.nodes": 2}, 80: (4, "Full")}),
-        ("Qwen3-30B-A3B", "LoRA", {24: {"parallelism.nodes": 8}, 48: {"parallelism.nodes": 4}, 80: (1, "Full")}),
-        ("Mixtral-8x7B", "LoRA", {24: {}, 48: {"parallelism.nodes": 4}, 80: {"parallelism.nodes": 2}}),
+        ("Gemma-2-9B", "LoRA", {24: {NODE: 4}, 48: (1, "Selective"), 80: (1, "None")}),
+        ("Llama-3.1-70B", "LoRA", {24: {NODE: 8, "method.type": "QLoRA"}, 48: {NODE: 8}, 80: {NODE: 4}}),
+        ("Llama-3.1-70B", "QLoRA", {24: {NODE: 8}, 48: {NODE: 2}, 80: (4, "Full")}),
+        ("Qwen3-30B-A3B", "LoRA", {24: {NODE: 8, "training.precision": "bf16"}, 48: {NODE: 4}, 80: (1, "Full")}),
+        ("Mixtral-8x7B", "LoRA", {24: {}, 48: {NODE: 4}, 80: {NODE: 2}}),
         # Little of a mixture of experts is packed, and every rank would load all of it.
-        ("Mixtral-8x7B", "QLoRA", {80: {"parallelism.nodes": 2, "method.type": "LoRA", "method.quantization": None}}),
+        ("Mixtral-8x7B", "QLoRA", {80: {NODE: 2, "method.type": "LoRA", "method.quantization": None}}),
     ],
 )
 def test_a_manifest_of_model_data_and_method_fits_or_gets_a_change_that_does(name, method, by_gib) -> None:
@@ -183,7 +180,7 @@ def test_no_advice_is_given_that_is_not_true() -> None:
     verdict = judged(packed, "Llama-3.1-70B", 40)
     assert verdict.alternative is not None
     changes = {change.field: change.value for change in verdict.alternative.changes}
-    assert changes == {"spec.parallelism.nodes": 2, "spec.training.globalBatchSize": 2}
+    assert changes == {f"spec.{NODE}": 4, "spec.training.globalBatchSize": 4}
     finding = memory_finding(judged(default_job(), "Llama-3.1-405B", 8))
     assert finding is not None
     assert finding.fix.startswith("no change suffices, up to 16 times the ranks: even with spec.parallelism.nodes: 16, ")

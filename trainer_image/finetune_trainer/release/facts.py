@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_job.api.base import ClaimPath
 from finetune_job.plan.launch_plan import FetchItem
-from finetune_job.plan.run_plan import RunPlan
+from finetune_job.plan.run_plan import GLOBAL_BATCH_FIELD, RunPlan
 from finetune_trainer.added_tokens import AddedTokens, read_added_tokens
 from finetune_trainer.context import RunContext
 from finetune_trainer.data.shards import TRAIN, VALIDATION, read_manifest
@@ -105,6 +105,8 @@ def run_facts(
     records = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
     fetched = {item.target: item for item in plan.fetch.items} if plan.fetch is not None else {}
     splits = prepared["splits"]
+    # Of preflight's choices the batch alone decides what is learnt; the others say how it was computed.
+    plan = plan.with_choices(choice for choice in (preflight.batches if preflight else ()) if choice.field == GLOBAL_BATCH_FIELD)
     return RunFacts(
         plan=plan,
         plan_sha256=context.plan_sha256,

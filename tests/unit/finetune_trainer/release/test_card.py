@@ -8,8 +8,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune_job.plan.run_plan import GLOBAL_BATCH_FIELD, Choice
+from finetune_trainer.inspection.report import read_report
 from finetune_trainer.release.adapter_check import ServingReport
-from finetune_trainer.release.card import adapter_card, front_matter, model_card
+from finetune_trainer.release.card import adapter_card, chosen_settings, front_matter, model_card
 from finetune_trainer.release.facts import RunFacts
 from finetune_trainer.release.licence import Licence
 from tests.support.cases import table
@@ -22,6 +24,16 @@ def read_back(card: str) -> dict:
     match = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
     assert match is not None
     return yaml.safe_load(match[1])
+
+
+def test_the_batch_is_the_one_that_preflight_chose(tmp_path):
+    run = example(tmp_path, {"training.globalBatchSize": None})
+    report, chosen = read_report(run.context.workspace.model_report), Choice(field=GLOBAL_BATCH_FIELD, value=6, reason="few")
+    told = []
+    for batches in ((), (chosen,)):
+        run.context.workspace.model_report.write_text(report.model_copy(update={"batches": batches}).model_dump_json())
+        told.append(dict(chosen_settings(run.facts().plan))["global_batch_size"])
+    assert told == ["16", "6"]
 
 
 def test_the_hub_reads_what_it_needs(tmp_path):
