@@ -7,7 +7,7 @@ batch of records, whatever the size of the part. The result does not depend on w
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import chain
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field
 
-from finetune_job.api.inputs import DataFormat, LossOn
-from finetune_job.plan.mapping import UNMAPPED, MappingPlan
+from finetune_job.api.inputs import DataFormat, OnInvalidRecord
+from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.read import Record, RecordProblem, can_be_parted, read_file
 from finetune_trainer.data.records import (
     Count,
@@ -56,21 +56,19 @@ class PartFilesError(TrainerError):
 class PartSettings:
     """Settings that decide how records become documents."""
 
-    data_format: DataFormat
-    loss_on: LossOn
-    max_sequence_length: int
-    chat_template: str | None
+    plan: DataPlan
     stop_ids: tuple[int, ...] = ()
     """Tokens at which generation stops. A turn that calls a tool may end with a different token than a turn of words."""
-    mapping: MappingPlan = UNMAPPED
-    template_arguments: Mapping[str, Any] = field(default_factory=dict)
-    skips_invalid: bool = False
-    """Whether wrong records are skipped, up to a share of the source."""
+
+    @property
+    def skips_invalid(self) -> bool:
+        """Whether wrong records are skipped, up to a share of the source."""
+        return self.plan.on_invalid_record is OnInvalidRecord.SKIP
 
     @property
     def goes_on(self) -> bool:
         """Whether records after a wrong one are tokenised: they are used, or their own problems only show then."""
-        return self.skips_invalid or self.data_format is DataFormat.CHAT
+        return self.skips_invalid or self.plan.format is DataFormat.CHAT
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
     Unless wrong records are skipped, the others are only checked after the first of them, since the job cannot run and checking
     alone is much faster. note: as in `tokenize`.
     """
-    result, settings = PartResult(), task.settings
+    result, settings, plan = PartResult(), task.settings, task.settings.plan
     if task.result is None or tokenizer is None:
         for records in _batches(task, result):
             result.num_records += len(records)
@@ -188,16 +186,16 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
                 made = tokenize(
                     tokenizer,
                     records,
-                    settings.loss_on,
-                    settings.chat_template,
+                    plan.loss_on,
+                    plan.chat_template,
                     note,
                     stop_ids=settings.stop_ids,
-                    template_arguments=settings.template_arguments,
+                    template_arguments=plan.template_arguments,
                 )
             except EndlessTemplateError as error:
                 result.found_endless(error.problem)
                 continue
-            kept = _kept(records, made, settings.max_sequence_length, result)
+            kept = _kept(records, made, plan.max_sequence_length, result)
             if kept:
                 stored, rows = _stored(kept, result, unknown_id)
                 tokens.write(stored)
@@ -209,7 +207,7 @@ def _batches(task: PartTask, result: PartResult) -> Iterator[list[Record]]:
     """Yield batches of records whose tokens fit in memory. Problems and I/O errors go into `result`."""
     batch: list[Record] = []
     characters = 0
-    items = read_file(task.part.path, task.settings.data_format, task.part.span, task.settings.mapping)
+    items = read_file(task.part.path, task.settings.plan.format, task.part.span, task.settings.plan.mapping)
     while True:
         try:
             item = next(items, None)

@@ -148,17 +148,7 @@ def prepare(
             return reusable
     with ExitStack() as stack:
         staging = stack.enter_context(Staging(directory)) if tokenizer is not None else None
-        settings = PartSettings(
-            plan.format,
-            plan.loss_on,
-            plan.max_sequence_length,
-            plan.chat_template,
-            stop_ids,
-            plan.mapping,
-            plan.template_arguments,
-            plan.on_invalid_record is OnInvalidRecord.SKIP,
-        )
-        tasks = _tasks(sources, settings, staging)
+        tasks = _tasks(sources, PartSettings(plan, stop_ids), staging)
         total = sum(path.stat().st_size for source in sources for path in source.files)
         if num_workers is None:
             num_workers = 1 if total < WORTH_WORKERS_BYTES else min(available_cpus(), MAX_WORKERS)

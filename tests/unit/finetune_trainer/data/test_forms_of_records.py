@@ -97,7 +97,7 @@ def learnt(root: Path, spec: dict) -> list[str]:
     for source in list_sources(plan, root):
         for path in source.files:
             part = FilePart(0, path, None, 0)
-            settings = PartSettings(plan.format, plan.loss_on, 99, plan.chat_template, (), plan.mapping)
+            settings = PartSettings(plan)
             for batch in _batches(PartTask(part, settings, None), PartResult()):
                 made += tokenize(TOKENIZER, batch, plan.loss_on, plan.chat_template)
     texts = []

@@ -11,6 +11,7 @@ import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.plan.mapping import MappingPlan
+from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data.file_parts import FilePart, PartResult, PartSettings, PartTask
 from finetune_trainer.data.messages import (
     MAX_ANSWER_BYTES,
@@ -26,9 +27,17 @@ from finetune_trainer.files import SpecialFileError
 
 FILE = Path(os.fsdecode(b"/claims/data/tr\xe4in.jsonl"))
 """Its name is not UTF-8."""
-SETTINGS = PartSettings(
-    DataFormat.CHAT, LossOn.ASSISTANT, 4096, "{{ '\u00e9' }}\n", (2, 7), MappingPlan(prompt="\u00e9", roles={"gpt": "assistant"})
+PLAN = DataPlan(
+    train=(),
+    validation=None,
+    format=DataFormat.CHAT,
+    loss_on=LossOn.ASSISTANT,
+    max_sequence_length=4096,
+    packing=True,
+    chat_template="{{ '\u00e9' }}\n",
+    mapping=MappingPlan(prompt="\u00e9", roles={"gpt": "assistant"}),
 )
+SETTINGS = PartSettings(PLAN, (2, 7))
 
 
 PROBLEM = {"line": 1, "key": "", "value": "", "reason": "", "fix": "", "unit": "line"}
@@ -62,9 +71,7 @@ def test_a_task_arrives_as_it_was(span: tuple[int, int] | None, result: Path | N
     line = task_line(task)
     assert line.count(b"\n") == 1
     assert read_task(line) == task
-    assert (
-        read_task(task_line(replace(task, settings=replace(SETTINGS, chat_template=None, stop_ids=())))).settings.stop_ids == ()
-    )
+    assert read_task(task_line(replace(task, settings=replace(SETTINGS, stop_ids=())))).settings.stop_ids == ()
 
 
 def test_a_result_arrives_as_it_was() -> None:

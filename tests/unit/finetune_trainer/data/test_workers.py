@@ -14,6 +14,7 @@ import pytest
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.failures import FailureClass
+from finetune_job.plan.run_plan import DataPlan
 from finetune_trainer.data import file_parts as file_parts_module
 from finetune_trainer.data.file_parts import PartSettings, PartTask, file_parts
 from finetune_trainer.data.prepare import prepare
@@ -24,7 +25,16 @@ from tests.unit.finetune_trainer.data.test_prepare import data_set, plan
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import word_tokenizer
 
 DEADLINE_SECONDS = 120
-SETTINGS = PartSettings(DataFormat.PROMPT_COMPLETION, LossOn.COMPLETION, 100, None)
+SETTINGS = PartSettings(
+    DataPlan(
+        train=(),
+        validation=None,
+        format=DataFormat.PROMPT_COMPLETION,
+        loss_on=LossOn.COMPLETION,
+        max_sequence_length=100,
+        packing=True,
+    )
+)
 
 
 @pytest.fixture
@@ -90,7 +100,8 @@ def test_an_error_of_the_file_system_in_a_worker_is_raised_here(claims, monkeypa
 
 def test_any_other_error_in_a_worker_is_shown(claims, monkeypatch):
     task = tasks(claims, monkeypatch)[0]
-    broken = PartTask(task.part, replace(SETTINGS, max_sequence_length="many"), task.result)
+    wrong = SETTINGS.plan.model_copy(update={"max_sequence_length": "many"})
+    broken = PartTask(task.part, replace(SETTINGS, plan=wrong), task.result)
     with pytest.raises(WorkerError, match="max_sequence_length"):
         list(in_workers(iter([broken]), 1, claims / "models", allow_remote_code=False))
 

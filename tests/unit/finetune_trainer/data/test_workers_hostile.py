@@ -9,20 +9,12 @@ from typing import Any
 import psutil
 import pytest
 
-from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_trainer.data import workers
-from finetune_trainer.data.file_parts import (
-    DOCUMENT_TYPE,
-    FilePart,
-    PartFilesError,
-    PartSettings,
-    PartTask,
-    documents_file,
-    read_documents,
-)
+from finetune_trainer.data.file_parts import DOCUMENT_TYPE, FilePart, PartFilesError, PartTask, documents_file, read_documents
 from finetune_trainer.data.workers import WorkerError, in_workers
 from finetune_trainer.files import SpecialFileError
 from tests.support.living import living
+from tests.unit.finetune_trainer.data.test_workers import SETTINGS
 
 SAID = {
     "garbage": "wrote something other than a result",
@@ -50,8 +42,7 @@ def short(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 def task(tmp_path: Path) -> PartTask:
     path = tmp_path / "train.jsonl"
     path.write_text('{"prompt": "a", "completion": "b"}\n')
-    settings = PartSettings(DataFormat.PROMPT_COMPLETION, LossOn.COMPLETION, 100, None)
-    return PartTask(FilePart(0, path, None, path.stat().st_size), settings, tmp_path / "result")
+    return PartTask(FilePart(0, path, None, path.stat().st_size), SETTINGS, tmp_path / "result")
 
 
 def fails(results: Generator[Any], said: str) -> None:
