@@ -60,6 +60,8 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
     run = observed(tmp_path)
+    # Of 12 sequences, 6 to a step: preflight has chosen another batch than the 4 of the manifest.
+    run = replace(run, plan=run.plan.with_training(global_batch_size=6))
     with observing(run, RunState(), Stopwatch(0.0), 0, lambda: False) as observer:
         assert isinstance(observer, Reporter)
         with observer.during(Activity.STEPS):
@@ -70,7 +72,7 @@ def test_a_step_is_in_the_history_and_in_the_answers(tmp_path: Path) -> None:
             progress = json.loads(response.read())
         facts = observer.facts()
     (line,) = read_lines(run.context.workspace.history.read_text())
-    expected = {"step": 1, "loss": 2.0, "tokens": 100, "supervised_tokens": 60, "tokens_per_second": 50.0}
+    expected = {"step": 1, "epoch": 0.5, "loss": 2.0, "tokens": 100, "supervised_tokens": 60, "tokens_per_second": 50.0}
     assert {name: line[name] for name in expected} == expected
     assert "eval_loss" not in line
     assert (progress["step"], progress["loss"], progress["gradient_norm"]) == (1, 2.0, 0.5)
