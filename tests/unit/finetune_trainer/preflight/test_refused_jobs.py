@@ -69,7 +69,7 @@ def test_settings_that_peft_refuses_for_this_model_are_refused(context):
     finding = only_of_model(job, "model-settings-conflict")
     assert (finding.field, finding.value) == ("spec.method.settings.boftBlockSize", "7")
     assert finding.message.startswith("PEFT refuses it for the layers of this model: in_features (32) must be divisible by")
-    assert finding.fix.startswith("write a divisor of 16, or name only layers")
+    assert finding.fix.startswith("write a divisor of 16, or name in spec.method.settings.targetModules only layers")
 
 
 def test_adapters_that_fsdp1_would_hold_in_16_bits_are_refused_by_what_is_stored(context, model):
