@@ -153,4 +153,6 @@ def test_what_the_trainer_logs_of_a_failed_request_is_heard(tmp_path: Path) -> N
     finally:
         logger.removeHandler(handler)
         handler.close()
-    assert RoleOutput(path).new_lines() == [SaidLine("hf://a/b: no answer (ConnectError); trying again in 0.0 s", is_waiting=True)]
+    assert RoleOutput(path).new_lines() == [
+        SaidLine("hf://a/b: no answer (ConnectError); trying again in 0.0 s", is_waiting=True)
+    ]

@@ -310,7 +310,9 @@ def test_a_report_that_something_else_has_written_is_refused_by_name(context):
     ]
     for change in forged:
         path.write_text(json.dumps({**written, **change}))
-        with pytest.raises(PlanMismatchError, match=r"preflight.json on the workspace says spec\.\w+.* another program has written it"):
+        with pytest.raises(
+            PlanMismatchError, match=r"preflight.json on the workspace says spec\.\w+.* another program has written it"
+        ):
             with_choices_of_preflight(job.plan, path)
     path.write_text("[]")
     with pytest.raises(PlanMismatchError, match=r"preflight.json on the workspace is not a report"):
