@@ -1,4 +1,4 @@
-"""Asks the Hub for a commit that a manifest leaves out, or names by a branch or a tag, and puts it into the finding about it."""
+"""Asks the Hub for the commit of a repository that a manifest names without one, and puts it into the finding about it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def with_commits(finding: Finding, content: Any) -> Finding:
     """Replace the example of a commit in a finding's changes; it stays as it is if the Hub does not name every commit."""
     if NO_COMMIT not in str(finding.changes):
         return finding
-    changed, told = with_changes(content, finding.changes), []
+    changed, commits = with_changes(content, finding.changes), []
     for wanted, written in zip(_sources(changed), _sources(content), strict=True):
         if wanted.get("revision") == NO_COMMIT:
             name = written.get("revision") or str(written.get("source")).partition("@")[2]
@@ -30,25 +30,25 @@ def with_commits(finding: Finding, content: Any) -> Finding:
             if commit is None:
                 return finding
             wanted["revision"] = commit
-            told.append(f"{commit} ({name or 'the newest commit'} of {wanted['source']})")
+            commits.append(f"{commit} ({name or 'the newest commit'} of {wanted['source']})")
     changes = [
         change.model_copy(update={"value": value_at(changed, tuple(change.field.split(".")))}) for change in finding.changes
     ]
-    fix = f"write the commit: {', '.join(told)}"
+    fix = f"write the commit: {', '.join(commits)}"
     return finding.model_copy(update={"changes": tuple(changes), "fix": fix, "is_proposal": None})
 
 
 def _sources(content: Any) -> list[dict[str, Any]]:
-    """Return the mappings of a manifest that may name a repository, in one order; an empty one for what is no mapping."""
+    """Return the mappings of a manifest that may name a repository, always in the same order; empty where there is none."""
     datasets = value_at(content, ("spec", "data", "datasets"))
     places = [("model",), ("data",), ("data", "validation")]
-    found = [value_at(content, ("spec", *place)) for place in places] + (datasets if isinstance(datasets, list) else [])
-    return [each if isinstance(each, dict) else {} for each in found]
+    sources = [value_at(content, ("spec", *place)) for place in places] + (datasets if isinstance(datasets, list) else [])
+    return [source if isinstance(source, dict) else {} for source in sources]
 
 
 @lru_cache
 def _commit(source: str, name: str) -> str | None:
-    """Return the commit of a branch or tag, without a name that of the default branch; None if the Hub does not say."""
+    """Return the commit of a branch or tag, or of the default branch if `name` is empty; None if the Hub does not answer."""
     from urllib.parse import quote
 
     import urllib3
