@@ -130,7 +130,8 @@ class LoraSpec(ApiModel):
     `[mlp.experts.gate_up_proj, mlp.experts.down_proj]`: ends of the names of parameters with two or three dimensions. In all
     layers, without dropout, DoRA or QDoRA. If targetModules is unset, only these parameters are adapted."""
     exclude_modules: Annotated[list[ModuleName], Field(min_length=1, max_length=256)] | None = None
-    """Names of modules that get no adapter even if targetModules names them."""
+    """Names of modules that get no adapter even if targetModules names them. Unset: in a model of images or audio, the modules
+    outside its text part that share their names with modules in it, because no text reaches them."""
     layers_to_transform: Annotated[list[Annotated[int, Field(ge=0, le=4095)]], Field(min_length=1, max_length=4096)] | None = None
     """Numbers of the layers to adapt, from 0. Unset: all."""
     init_lora_weights: LoraInit = LoraInit.ZERO_B

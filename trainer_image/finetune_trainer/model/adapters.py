@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,6 +107,8 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     The seed depends on the plan alone, so every rank of every world size starts with the same values. Raises ConfigError.
     """
     config = adapter_config(plan.method)
+    if isinstance(config, LoraConfig) and plan.method.lora is not None:
+        config.exclude_modules = config.exclude_modules or _beside_text(model, plan.method.lora.target_modules)
     field = METHODS[plan.method.type].family.value
     torch.manual_seed(plan.training.seed)
     base_dtype = model.dtype
@@ -140,6 +143,27 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
         _take_off_first_values(adapted, plan.method.lora, base_dtype)
     adapted.train()
     return adapted
+
+
+def _beside_text(model: PreTrainedModel, targets: Sequence[str]) -> str | None:
+    """Return an expression for modules that share a target's name with the text part of a model of images or audio, and are
+    outside of it: texts do not reach them. None if there are none.
+    """
+    text, decoder = getattr(model.config, "text_config", None), model.get_decoder()
+    names = {module: name for name, module in model.named_modules()}
+    inside = names.get(decoder)
+    if text is None or not inside or type(decoder.config) is not type(text):
+        return None
+    head = names.get(model.get_output_embeddings(), inside)
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
+    of_text = [f".{name}" for name in layers if name.startswith(f"{inside}.")]
+    shared = [
+        ".*" if name == ALL_LINEAR else re.escape(name)
+        for name in targets
+        if name == ALL_LINEAR or any(layer.endswith(f".{name}") for layer in of_text)
+    ]
+    beside = rf"(?!{re.escape(inside)}\.|{re.escape(head)}$)(.*\.)?({'|'.join(shared)})"
+    return beside if shared and any(re.fullmatch(beside, name) for name in layers) else None
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from finetune_trainer.preflight.module_names import (
     wrong_parameters,
     wrong_token_indices,
 )
-from finetune_trainer.preflight.name_matching import LAYER, pattern_matches, targets
+from finetune_trainer.preflight.name_matching import LAYER, is_expression_for, pattern_matches, targets
 
 ADAPTABLE = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)
 """Module classes that PEFT's LoRA layers can replace (peft.tuners.lora.model, dispatchers)."""
@@ -223,6 +223,10 @@ def _left_out(model: PeftModel, lora: LoraPlan) -> list[str]:
         for name, layer in model.named_modules()
         if isinstance(layer, _LINEAR) and layer is not head and not name.startswith(inside)
     ]
+    # An expression excludes what is outside the text part of a model of images (model/adapters.py).
+    beside_text = model.peft_config[ADAPTER].exclude_modules
+    if isinstance(beside_text, str):
+        plain = [name for name in plain if not is_expression_for(beside_text, [name])]
     return [name for name in plain if _is_meant(name, lora)]
 
 

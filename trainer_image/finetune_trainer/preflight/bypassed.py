@@ -278,7 +278,7 @@ def _other_targets(
         return f"name in {place}.targetModules modules that take an adapter and are not in excludeModules or modulesToSave", None
     if any(len(names) > _MOST_NAMES for names in changes.values()):
         return "use a checkpoint of the language model alone, or write targetModules that match only its layers", None
-    return " and ".join(f"set {field}: [{_listed(names)}]" for field, names in changes.items()), changes
+    return " and ".join(f"set {field}: [{', '.join(names)}]" for field, names in changes.items()), changes
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -38,8 +38,10 @@ _SIZE_FIELD = "spec.parallelism.fsdp.minNumParams"
 _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
-LARGE_SHARE = 0.5
-"""A unit with this share of the parameters or more is too large, unless the model's own classes give one of similar size."""
+LARGE_SHARE, ALL_SHARE = 0.5, 0.9
+"""A unit with the first share of the layers' parameters or more is too large, unless the model's own classes give one of similar
+size. If the root unit has the second, the classes of the plan wrap no layer.
+"""
 WORSE_THAN_OWN = 1.5
 """A unit is too large if its share is at least this many times the largest unit's share with the model's own classes."""
 
@@ -69,7 +71,8 @@ def check_units(seen: ModelInspection) -> list[Finding]:
 def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
     """Reports classes or a size in the plan that leave most of the model in one unit, if the model's own classes would not.
 
-    FSDP gathers whole units, so their size matters for memory, whatever the names of the classes are.
+    FSDP gathers whole units, so their size matters for memory, whatever the names of the classes are. Only parameters that the
+    model's own classes put into units count: embeddings are in the root unit anyway, and can be most of a model.
     """
     model, plan = seen.trained.model, seen.plan
     fsdp = plan.parallelism.fsdp
@@ -84,9 +87,10 @@ def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
     except ConfigError:
         # The model itself names no classes, so no better choice is known.
         return
-    largest, share = _largest_unit(model, seen.trained.units)
-    _, best_share = _largest_unit(model, own)
-    if share < LARGE_SHARE or share < WORSE_THAN_OWN * best_share:
+    largest, share = _largest_unit(model, seen.trained.units, own)
+    _, best_share = _largest_unit(model, own, own)
+    wraps_no_layer = bool(classes) and not largest and share >= ALL_SHARE
+    if not wraps_no_layer and (share < LARGE_SHARE or share < WORSE_THAN_OWN * best_share):
         return
     layers = ", ".join(layer_classes(model, None))
     field, value, changes = CLASSES_FIELD, ", ".join(classes or ()), {CLASSES_FIELD: None}
@@ -96,20 +100,22 @@ def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
         fix = "remove autoWrapPolicy, so that layers are the units, or set minNumParams to the parameters of one layer"
     yield make_finding(
         "unit-holds-most-of-the-model",
+        severity="error" if wraps_no_layer else "warning",
         field=field,
         value=value,
-        message=f"{largest or ROOT} is one FSDP unit with {share:.0%} of the parameters, which every rank gathers whole, as with "
-        f"autoWrapPolicy: NO_WRAP; with {layers} the largest unit holds {best_share:.0%}",
+        message=f"{largest or ROOT} is one FSDP unit with {share:.0%} of the layers' parameters, which every rank gathers whole, "
+        f"as with autoWrapPolicy: NO_WRAP; with {layers} the largest unit holds {best_share:.0%}",
         fix=fix,
         changes=changes,
     )
 
 
-def _largest_unit(model: nn.Module, units: Collection[str]) -> tuple[str, float]:
-    """Returns the name of the unit with the most parameters (empty for the root), and its share of all parameters."""
-    names, sizes = frozenset(units), Counter[str]()
+def _largest_unit(model: nn.Module, units: Collection[str], own: Collection[str]) -> tuple[str, float]:
+    """Returns the name of the unit with the most parameters (empty for the root), and its share of those within `own` units."""
+    names, layers, sizes = frozenset(units), frozenset(own), Counter[str]()
     for name, parameter in model.named_parameters():
-        sizes[innermost_unit(name, names)] += parameter.numel()
+        if innermost_unit(name, layers):
+            sizes[innermost_unit(name, names)] += parameter.numel()
     ((largest, size),) = sizes.most_common(1)
     return largest, size / sizes.total()
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import LoraLayer
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -17,6 +18,7 @@ from finetune_job.rules.rule import with_changes
 from finetune_trainer.inspection import module_use as observed_use
 from finetune_trainer.inspection.module_use import ModuleUse, ModuleUses
 from finetune_trainer.preflight.bypassed import base_name, endings
+from finetune_trainer.preflight.model_checks import inspect_model
 from finetune_trainer.preflight.model_process import check_model
 from finetune_trainer.small_models.layers import KeptLayers
 from tests.support.declared_model import declare_model
@@ -243,3 +245,42 @@ def test_shortest_names_that_mean_no_other_module() -> None:
     assert endings(["b.0.q"], among) == ["b.0.q"]
     assert base_name("base_model.model.a.0.q.base_layer") == "a.0.q"
     assert base_name("base_model.model.norm.modules_to_save.default") == "norm"
+
+
+OF_IMAGES = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": COMMON | ATTENTION | {"head_dim": 16, "sliding_window": 16},
+    "vision_config": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 4}
+    | {"image_size": 28, "patch_size": 14},
+    "mm_tokens_per_image": 4,
+    "image_token_index": 263,
+    "dtype": "float32",
+}
+TEXT = [f"model.language_model.layers.{number}.{part}" for number in range(2) for part in ("self_attn.q_proj", "mlp.up_proj")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"), [({}, 14), ({"targetModules": ["all-linear"]}, 14), ({"targetModules": ["q_proj", "up_proj"]}, 4)]
+)
+def test_the_tower_of_images_gets_no_adapters_that_no_text_reaches(tmp_path: Path, settings: Spec, count: int) -> None:
+    declare_model(tmp_path / "model", OF_IMAGES)
+    plan = plan_of(tiny_spec(merge={"enabled": False}, data={"packing": False}) | {"method": lora(**settings)})
+    seen = inspect_model(plan, tmp_path / "model")
+    assert not seen.findings
+    adapted = [base_name(name) for name, module in seen.trained.model.named_modules() if isinstance(module, LoraLayer)]
+    assert len(adapted) == count
+    assert set(TEXT) <= set(adapted)
+    assert all(name.startswith("model.language_model.") for name in adapted)
+
+
+def test_a_name_that_text_never_reaches_is_refused_with_the_whole_fix(tmp_path: Path) -> None:
+    declare_model(tmp_path / "model", OF_IMAGES)
+    spec = tiny_spec(merge={"enabled": False}, data={"packing": False})
+    (found,) = check_model(plan_of(spec | {"method": lora(targetModules=["q_proj", "fc1"])}), tmp_path / "model")[1]
+    assert (found.rule, found.value) == ("trained-without-gradient", "fc1")
+    assert found.fix == "set spec.method.lora.targetModules: [q_proj]"
+    excluded = lora(targetModules=["q_proj"], excludeModules=["0.self_attn.q_proj"])
+    (found,) = check_model(plan_of(spec | {"method": excluded}), tmp_path / "model")[1]
+    assert found.fix.count("self_attn.q_proj") == 12
+    assert "..." not in found.fix

@@ -23,10 +23,20 @@ def test_a_list_of_layers_is_no_unit(context):
     assert "LlamaDecoderLayer" in finding.fix
 
 
-@pytest.mark.parametrize("classes", [["LlamaRMSNorm"], ["LlamaModel"], ["LlamaForCausalLM"], ["LlamaRMSNorm", "LlamaModel"]])
-def test_classes_that_leave_most_of_the_model_in_one_unit_are_a_warning(context, classes):
+@pytest.mark.parametrize(
+    ("classes", "severity"),
+    [
+        (["LlamaRMSNorm"], "error"),
+        (["LlamaRotaryEmbedding"], "error"),
+        (["SiLUActivation", "LlamaRMSNorm"], "error"),
+        (["LlamaModel"], "warning"),
+        (["LlamaForCausalLM"], "warning"),
+        (["LlamaRMSNorm", "LlamaModel"], "warning"),
+    ],
+)
+def test_classes_that_leave_the_layers_in_one_unit_are_refused_or_a_warning(context, classes, severity):
     finding = rules(context({"parallelism.fsdp.transformerLayerClsToWrap": classes}))["unit-holds-most-of-the-model"]
-    assert (finding.severity, finding.value) == ("warning", ", ".join(classes))
+    assert (finding.severity, finding.value) == (severity, ", ".join(classes))
     assert "LlamaDecoderLayer" in finding.fix
     assert [(change.field, change.value) for change in finding.changes] == [
         ("spec.parallelism.fsdp.transformerLayerClsToWrap", None)
@@ -41,7 +51,7 @@ def test_a_size_that_no_layer_reaches_leaves_one_unit_and_is_a_warning(context, 
         "spec.parallelism.fsdp.autoWrapPolicy",
         "SIZE_BASED_WRAP",
     )
-    assert "the root unit is one FSDP unit with 100% of the parameters" in finding.message
+    assert "the root unit is one FSDP unit with 100% of the layers' parameters" in finding.message
     assert [(change.field, change.value) for change in finding.changes] == [
         ("spec.parallelism.fsdp.autoWrapPolicy", None),
         ("spec.parallelism.fsdp.minNumParams", None),
@@ -68,9 +78,18 @@ def test_classes_that_divide_the_model_are_not_spoken_of(context, classes):
 
 
 def test_what_is_judged_is_the_unit_and_not_the_name():
-    """A root of embeddings is as large with the model's own classes, and half a model in one of two layers is not."""
-    assert _largest_unit(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 20)), ()) == ("", 1.0)
-    assert _largest_unit(nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 30, bias=False)), ("0", "1")) == ("1", 0.75)
+    """What the model's own classes leave in the root unit, such as embeddings, does not count, however large it is."""
+    model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 10, bias=False), nn.Linear(10, 30, bias=False))
+    assert _largest_unit(model, ("1", "2"), ("1", "2")) == ("2", 0.75)
+    assert _largest_unit(model, ("1",), ("1", "2")) == ("", 0.75)
+
+
+def test_a_class_without_layers_is_refused_of_a_model_with_one_layer():
+    model = nn.Sequential(Part(10), nn.Embedding(100, 10), nn.LayerNorm(1))
+    model._no_split_modules = ["Part"]
+    plan = plan_of(tiny_spec(parallelism={"processesPerNode": 2, "fsdp": {"transformerLayerClsToWrap": ["LayerNorm"]}}))
+    (found,) = check_unit_sizes(ModelInspection(plan, Path("model"), attached=AttachedModel(model, {}, ("2",))))
+    assert (found.rule, found.severity) == ("unit-holds-most-of-the-model", "error")
 
 
 class Part(nn.Module):

@@ -1,5 +1,7 @@
 """The plan of a rehearsal is the job's but for what a scaled-down model on two CPU ranks forces."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ from finetune_job.api.training import Precision
 from finetune_trainer.rehearsal.comparison import coarsest_dtype
 from finetune_trainer.rehearsal.scaled_plan import float32_plan, scaled_plan
 from finetune_trainer.small_models.shrink import shrink
+from finetune_trainer.verify.gate import GATES, LogitFigures, gate_failures
 from tests.support.tiny_model import plan_of, tiny_spec
 from tests.unit.finetune_trainer.rehearsal.configurations import configuration
 
@@ -54,3 +57,13 @@ def test_layers_are_torchs_own() -> None:
     twin, changes = scaled_plan(plan_of(tiny_spec(training={"maxSteps": 3, "globalBatchSize": 4, "compile": True})), None)
     assert twin.training.compile is False
     assert "training.compile: True -> False" in [change.text() for change in changes]
+
+
+@pytest.mark.parametrize(("same", "passes"), [(46, True), (39, True), (38, False), (24, False)])
+def test_few_positions_do_not_fail_a_merge_by_noise(same: int, passes: bool) -> None:
+    """46 of 48 are 95.8 %, where 97 % are required of a trained model."""
+    merge = scaled_plan(plan_of(tiny_spec(merge={"verify": {"minTop1Agreement": "0.999"}})), None)[0].merge
+    assert merge.min_top1_agreement is not None
+    gate = dataclasses.replace(GATES["bfloat16"], min_top1_agreement=merge.min_top1_agreement, max_excused=0)
+    figures = LogitFigures(4, 48, 0.01, 0.01, 1.0, 1e-4, 0.1, same / 48)
+    assert (gate_failures(figures, gate) == ()) is passes
