@@ -66,6 +66,12 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
     planned = partial(local_plan, job, options.output_directory is not None, options.ranks)
     on_gpu = bool(gpu_mebibytes())
     plan = planned(on_gpu=on_gpu)
+    if plan.parallelism.fsdp.offload_params and plan.parallelism.world_size > 1 and not on_gpu:
+        raise LocalError(
+            "spec.parallelism.fsdp.offloadParams: true: this machine has no GPU, so parameters are in the CPU's memory anyway, "
+            "and pinning them fails without a GPU driver; remove it",
+            ExitCode.REFUSED,
+        )
     claims = claims_of(plan)
     given = dict(options.claim_paths)
     if options.output_directory is not None:

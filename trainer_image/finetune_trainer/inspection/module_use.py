@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from finetune_job.plan.run_plan import RunPlan
 from finetune_trainer.model.load import load_config
 from finetune_trainer.small_models.layers import KeptLayers
-from finetune_trainer.small_models.search import find_small_model, special_tokens
-from finetune_trainer.small_models.shrink import SmallConfig, without_dropout
+from finetune_trainer.small_models.search import NoSmallModelError, find_small_model, special_tokens
+from finetune_trainer.small_models.shrink import SmallConfig, with_low_thresholds, without_dropout
 
 log = logging.getLogger(__name__)
 ROWS, LENGTH = 8, 16
@@ -109,7 +109,7 @@ class ObservedUse:
     """A small model and the observed use of its modules."""
 
     model: PreTrainedModel
-    """The model with random weights in float32, and without dropout."""
+    """The model with random weights in float32, without dropout. Its short rows exceed the thresholds that the job's rows do."""
     uses: ModuleUses
 
 
@@ -118,7 +118,12 @@ def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
     try:
         config = load_config(plan, directory)
         with _torch_only(config) as kernel_parameters:
-            shrunken, model = find_small_model(plan, config, without_dropout(config.to_dict()))
+            described = without_dropout(config.to_dict())
+            try:
+                low = with_low_thresholds(described, plan.data.max_sequence_length)
+                shrunken, model = find_small_model(plan, config, low)
+            except NoSmallModelError:
+                shrunken, model = find_small_model(plan, config, described)
             kernel_parameters.clear()
             if plan.method.quantization is not None:
                 _mark_as_quantized(model)

@@ -26,6 +26,7 @@ from finetune_trainer.data.tokenizer import load_checked_tokenizer
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.inspection.base_name import GUESSED, adapter_base_problem
 from finetune_trainer.inspection.model_files import inspect_model_files
+from finetune_trainer.inspection.special_files import FIELD as MODEL_FIELD
 from finetune_trainer.inspection.special_files import UNUSABLE_FILE
 from finetune_trainer.observe.trackers import unknown_trackers
 from finetune_trainer.preflight.added_tokens import add_tokens
@@ -36,9 +37,12 @@ from finetune_trainer.preflight.model_process import start_check
 from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
 from finetune_trainer.processes.start import torch_is_here
 from finetune_trainer.weights.errors import MergeError
+from finetune_trainer.weights.finite import first_not_finite
 
 BYTES_PER_VALUE = 4
 """Largest size of a trained value, and of each value of optimizer state: float32."""
+MOST_READ_BYTES = 1 << 34
+"""Maximum size of weights that are read even if the job computes no digests of them."""
 
 
 def inspect_files(context: RunContext, until_done: ExitStack) -> Inspection:
@@ -142,6 +146,24 @@ def check_start(seen: Inspection) -> Iterable[Finding]:
     value = seen.context.plan.training.start_from
     path = "" if value is None else value.path
     return (make_finding("start-not-usable", field=START_FIELD, value=path, message=problem, fix=START_HINT),)
+
+
+def check_finite(seen: Inspection) -> Iterable[Finding]:
+    """Reports a weight of the base that is not finite, if its files are read anyway or are small."""
+    if seen.structure is None or not (seen.plan.merge.enabled or seen.files.weight_bytes <= MOST_READ_BYTES):
+        return ()
+    wrong = first_not_finite(seen.context.base_model)
+    if wrong is None:
+        return ()
+    return (
+        make_finding(
+            "model-weight-not-finite",
+            field=MODEL_FIELD,
+            value=wrong.name,
+            message=f"{wrong.name} in {wrong.file.name} holds NaN or infinity, so the loss would be NaN in the first step",
+            fix="copy the file to the claim again, or take another base: what wrote this one went wrong",
+        ),
+    )
 
 
 def check_memory(seen: Inspection) -> Iterable[Finding]:

@@ -1,5 +1,5 @@
 """Runs a small model of the same architecture to find out what no model declares: whether tokens see later tokens, and whether
-packed documents see each other.
+the logits of a document change with other documents in its row or in its micro-batch.
 
 Positions that start again with each document separate documents if the model's code makes its masks from them
 (model/packed_documents.py). Not all code does.
@@ -8,20 +8,22 @@ Positions that start again with each document separate documents if the model's 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import PreTrainedModel
 
 from finetune_job.catalogue.book import make_finding
 from finetune_job.finding import Finding
+from finetune_job.plan.run_plan import MICRO_BATCH_FIELD
 from finetune_trainer.model import packed_documents
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.task import FIELD, SUPPORTED
 
 log = logging.getLogger(__name__)
-FIRST, SECOND = 9, 7
-"""Number of tokens of each of the two packed documents."""
+FIRST, SECOND = 10, 6
+"""Number of tokens of two documents: the first alone is longer than LOW_THRESHOLD, and the second crosses a multiple of it after
+the first."""
 TOKENS = 12
 """Number of tokens of the text with which causality is measured."""
 LEAK_TOLERANCE = 1e-4
@@ -35,16 +37,26 @@ def check_small_model(seen: ModelInspection) -> list[Finding]:
     model = seen.observed.model
     spread(model)
     model.eval()
+    packed_documents.install_document_masks(model)
+    packed_documents.install_rope_by_document(model)
     checks: list[Callable[[PreTrainedModel], Finding | None]] = [_check_causality]
     if seen.plan.data.packing:
         checks.append(_check_packing)
+    if seen.plan.training.micro_batch_size > 1 or seen.plan.leaves_open(MICRO_BATCH_FIELD):
+        checks.append(_check_micro_batch)
     findings = []
     for check in checks:
         try:
-            findings.append(check(model))
+            finding = check(model)
         except Exception as error:  # noqa: BLE001 - code of any model
             log.warning("%s fails on a small model of this architecture: %s: %s", check.__name__, type(error).__name__, error)
-    return [finding for finding in findings if finding is not None]
+            continue
+        if finding is not None:
+            findings.append(finding)
+            if check is _check_causality:
+                # Tokens that come later include those of other documents.
+                break
+    return findings
 
 
 @torch.no_grad()
@@ -83,17 +95,8 @@ def _check_causality(model: PreTrainedModel) -> Finding | None:
 
 def _check_packing(model: PreTrainedModel) -> Finding | None:
     """Reports a model whose logits of a document change with the document before it in the sequence."""
-    packed_documents.install_document_masks(model)
-    size = int(model.get_input_embeddings().weight.shape[0])
-    first, second = torch.arange(FIRST) % size, (torch.arange(SECOND) * 3 + 1) % size
-    logits = []
-    for documents in ((second,), (first, second)):
-        # The trainer computes logits in this way: without a mask, with positions that start again with each document.
-        positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
-        with torch.no_grad(), packed_documents.documents_apart(positions):
-            computed = model(input_ids=torch.cat(documents)[None], position_ids=positions, use_cache=False).logits
-        logits.append(computed[0, -SECOND:].float())
-    change = _change(*logits)
+    first, second = _documents(model)
+    change = _change(_logits_of_second(model, [second]), _logits_of_second(model, [first, second]))
     if change <= LEAK_TOLERANCE:
         return None
     return make_finding(
@@ -105,6 +108,44 @@ def _check_packing(model: PreTrainedModel) -> Finding | None:
         fix="set spec.data.packing: false",
         changes={"spec.data.packing": False},
     )
+
+
+def _check_micro_batch(model: PreTrainedModel) -> Finding | None:
+    """Reports a model whose logits of a document change with a longer one in another row of the micro-batch."""
+    first, second = _documents(model)
+    change = _change(_logits_of_second(model, [second]), _logits_of_second(model, [second], [first]))
+    if change <= LEAK_TOLERANCE:
+        return None
+    return make_finding(
+        "micro-batch-leaks",
+        field=MICRO_BATCH_FIELD,
+        value="more than 1",
+        message=f"{type(model).__name__} computes a record by the longest one of its micro-batch: logits change by {change:.2g} "
+        "(measured on a small model of this architecture)",
+        fix=f"set {MICRO_BATCH_FIELD}: 1",
+        changes={MICRO_BATCH_FIELD: 1},
+    )
+
+
+def _documents(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    size = int(model.get_input_embeddings().weight.shape[0])
+    return torch.arange(FIRST) % size, (torch.arange(SECOND) * 3 + 1) % size
+
+
+@torch.no_grad()
+def _logits_of_second(model: PreTrainedModel, *rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the logits of the last document of the first row.
+
+    The trainer computes logits in this way: without a mask, with positions that start again with each document and with padding.
+    """
+    lengths = [sum(map(len, row)) for row in rows]
+    padded = [[*row, torch.zeros(max(lengths) - length, dtype=torch.long)] for row, length in zip(rows, lengths, strict=True)]
+    positions = torch.stack([torch.cat([torch.arange(len(part)) for part in row]) for row in padded])
+    with packed_documents.documents_apart(positions):
+        logits: torch.Tensor = model(
+            input_ids=torch.stack([torch.cat(row) for row in padded]), position_ids=positions, use_cache=False
+        ).logits
+    return logits[0, lengths[0] - SECOND : lengths[0]].float()
 
 
 def _change(logits: torch.Tensor, others: torch.Tensor) -> float:

@@ -6,7 +6,7 @@ Only the check of zero rows reads weights: one value of each row, and the row if
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from finetune_trainer.model.invariants import zero_row
 from finetune_trainer.model.load import packed_dtype, stored_dtype
 from finetune_trainer.model.load_shards import base_name
 from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.weights.finite import MAGNITUDES
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 from finetune_trainer.weights.rounding import dtype_name
 
@@ -35,12 +36,6 @@ FSDP = "spec.parallelism.fsdp"
 PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
 STORAGE = "spec.method.quantization.quantStorage"
 AUTOCAST = "spec.method.lora.autocastAdapterDtype"
-MAGNITUDES: Mapping[str, tuple[Any, int]] = {
-    "F32": (np.dtype("<u4"), 0x7FFFFFFF),
-    "F16": (np.dtype("<u2"), 0x7FFF),
-    "BF16": (np.dtype("<u2"), 0x7FFF),
-}
-"""Element type -> integer type of its bits, and a mask of all bits but the sign."""
 SECONDS_PER_PRODUCT = 0.4e-9
 """Seconds to decompose a matrix on one CPU, divided by larger side times smaller side squared. 0.2 to 0.32 ns were measured."""
 LONGEST_DECOMPOSITION_SECONDS = 3600.0

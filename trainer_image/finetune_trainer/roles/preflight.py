@@ -33,7 +33,7 @@ from finetune_trainer.inspection.report import SKIPPED, ModelReport, RehearsalRe
 from finetune_trainer.preflight.added_tokens import check_rows, check_use, chosen_rows
 from finetune_trainer.preflight.fit import check_fit
 from finetune_trainer.preflight.inspection import Inspection, is_refused
-from finetune_trainer.preflight.job_steps import check_memory, check_room, check_start, inspect_data, inspect_files
+from finetune_trainer.preflight.job_steps import check_finite, check_memory, check_room, check_start, inspect_data, inspect_files
 from finetune_trainer.preflight.model_process import check_model, computed_first_values, finish_check
 from finetune_trainer.preflight.token_rows import check_token_rows, check_trained_rows
 from finetune_trainer.rehearsal.verdicts import find_verdict, keep_verdict, rehearsal_key
@@ -49,6 +49,7 @@ CHECKS: tuple[Callable[[Inspection], Iterable[Finding]], ...] = (
     check_start,
     check_room,
     check_memory,
+    check_finite,
 )
 """Checks of the inspection, in the order in which findings are shown. preflight/model_checks.py lists the model's checks."""
 

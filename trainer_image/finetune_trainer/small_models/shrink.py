@@ -6,6 +6,7 @@ the job names keeps a row of its own. The result may fail to build; search.py th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,13 +16,17 @@ from finetune_job.method_settings import TRAINED_ROWS_SETTING
 from finetune_job.plan.method_plan import MethodPlan
 from finetune_trainer.small_models.fields import MEANING_OF, TOKEN_ID, Meaning
 from finetune_trainer.small_models.layers import KeptLayers, choose_layers, cut_layers
-from finetune_trainer.small_models.sizes import small_rope, small_sizes, width_of
+from finetune_trainer.small_models.sizes import has_rope, small_rope, small_sizes, width_of
 
 VOCABULARY = 512
 _ODD = 64
 """Both vocabulary sizes have the same remainder modulo this, since it matters whether ranks can share rows evenly."""
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter", "drop_path")
 """Parts of the names of fields that make training draw random numbers."""
+LOW_THRESHOLD = 7
+"""A number of tokens that short rows exceed."""
+_THRESHOLD = re.compile(r"position|window|attention_chunk|floor_scale|seq_len|context|n_ctx")
+"""Matches the name of a field that may hold a number of tokens beyond which the model computes differently."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _LONGEST_SHOWN = 60
 _LAYER_FIELDS = {name for name, meaning in MEANING_OF.items() if meaning is Meaning.LAYERS}
@@ -118,6 +123,19 @@ def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
         else:
             is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
             changed[name] = 0.0 if is_number and any(part in name for part in _RANDOM) else value
+    return changed
+
+
+def with_low_thresholds(config: Mapping[str, Any], longest: int) -> dict[str, Any]:
+    """Return the configuration with low thresholds of positions in place of those that rows of `longest` tokens exceed."""
+    changed: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            changed[name] = with_low_thresholds(value, longest)
+        else:
+            is_exceeded = type(value) in (int, float) and LOW_THRESHOLD < value < longest and _THRESHOLD.search(name)
+            is_table = MEANING_OF.get(name) is Meaning.POSITIONS and not has_rope(config)
+            changed[name] = LOW_THRESHOLD if is_exceeded and not is_table else value
     return changed
 
 

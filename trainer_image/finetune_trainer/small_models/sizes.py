@@ -164,7 +164,7 @@ class _Sizes:
             case Meaning.EXPERTS:
                 return self._experts()
             case Meaning.POSITIONS:
-                return value if _has_rope(config) else LEARNED_POSITIONS
+                return value if has_rope(config) else LEARNED_POSITIONS
             case Meaning.STATE_HEADS:
                 return self._inner() // self._state_head_size()
             case Meaning.STATE_HEAD_SIZE:
@@ -229,7 +229,8 @@ def _count(value: Any) -> int | None:
     return value if _is_count(value) else None
 
 
-def _has_rope(config: Mapping[str, Any]) -> bool:
+def has_rope(config: Mapping[str, Any]) -> bool:
+    """Whether positions are rotary, and not limited by a table."""
     return any(config.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
 
 

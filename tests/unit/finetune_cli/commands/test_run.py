@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -82,6 +83,26 @@ def test_a_run_is_planned_for_the_gpus_that_its_first_attempt_finds(tmp_path: Pa
     gpus.clear()
     assert leaves_attention_open()
     assert not leaves_attention_open(fresh=True)
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "is_refused"), [(2, [], True), (2, [81_559], False), (1, [], False)])
+def test_parameters_are_offloaded_from_a_gpu_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, gpus: list[int], is_refused: bool
+) -> None:
+    monkeypatch.setattr(command, "gpu_mebibytes", lambda: gpus)
+    monkeypatch.setattr(command, "check_trainer", lambda: None)
+    monkeypatch.setattr(command, "_refused_at_once", lambda *_: [PROBLEM])
+    for claim in ("models", "data", "models-out", "workspace"):
+        (tmp_path / claim).mkdir()
+    document = yaml.safe_load((ROOT / "examples/quickstart.yaml").read_text())
+    document["spec"]["parallelism"] |= {"processesPerNode": ranks, "fsdp": {"offloadParams": True}}
+    options = command.Options(tmp_path, {}, None, False)
+    if is_refused:
+        with pytest.raises(LocalError, match=r"offloadParams: true: this machine has no GPU.*remove it") as caught:
+            command.run_job(json.dumps(document), options, Console(file=io.StringIO()))
+        assert caught.value.exit_code is ExitCode.REFUSED
+    else:
+        assert command.run_job(json.dumps(document), options, Console(file=io.StringIO())).findings == [PROBLEM]
 
 
 def test_a_job_trains_on_fewer_ranks_if_its_gradients_are_added_up_in_order():

@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from finetune_trainer.inspection.module_use import observe_use
+from finetune_trainer.model import packed_documents
 from finetune_trainer.model.load import attention_of, load_config
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.model_process import check_model
@@ -113,6 +114,54 @@ def test_packing_is_refused_where_a_document_sees_the_one_before(tmp_path: Path,
         "packing-leaks"
     ] * leaks
     assert check_small_model(ModelInspection(unpacked, directory, observed=observed)) == []
+
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+YARN = DYNAMIC | {"rope_type": "yarn", "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
+LLAMA_4 = {"intermediate_size_mlp": 32, "num_local_experts": 2, "attn_temperature_tuning": True}
+BY_POSITION: dict[str, tuple[str, dict[str, Any], bool]] = {
+    "temperature by the place in the row": ("llama4_text", LLAMA_4 | {"floor_scale": 40, "no_rope_layers": [0, 0]}, True),
+    "a temperature that no row reaches": ("llama4_text", LLAMA_4 | {"floor_scale": 64, "no_rope_layers": [0, 0]}, False),
+    "chunks by document": ("llama4_text", LLAMA_4 | {"attention_chunk_size": 40, "no_rope_layers": [1, 1]}, False),
+    "temperature by positions": ("ministral3", {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.5}}, False),
+    "dynamic": ("llama", {"max_position_embeddings": 40, "rope_parameters": DYNAMIC}, False),
+}
+
+
+@pytest.mark.parametrize(("kind", "settings", "leaks"), BY_POSITION.values(), ids=BY_POSITION)
+def test_packing_is_refused_where_the_place_in_the_row_counts(
+    tmp_path: Path, kind: str, settings: dict[str, Any], leaks: bool
+) -> None:
+    """Rows of the job have 64 tokens, and those of the small model 16."""
+    config = AutoConfig.for_model(kind, **SIZES | {"head_dim": 8} | settings)
+    declare_model(tmp_path / "model", config.to_dict() | {"dtype": "float32"})
+    packed, unpacked = (
+        plan({"type": "LoRA", "lora": Q}, data={"packing": packing, "maxSequenceLength": 64}) for packing in (True, False)
+    )
+    assert errors(packed, tmp_path / "model") == ({"packing-leaks": "spec.data.packing"} if leaks else {})
+    assert errors(unpacked, tmp_path / "model") == {}
+
+
+def test_a_record_that_depends_on_the_longest_of_its_micro_batch_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without frequencies of their own, records of a micro-batch get those of the longest."""
+    config = AutoConfig.for_model("llama", **SIZES, max_position_embeddings=40, rope_parameters=DYNAMIC)
+    declare_model(tmp_path / "model", config.to_dict() | {"dtype": "float32"})
+    alone, together = (
+        plan(
+            {"type": "LoRA"},
+            training={"maxSteps": 3, "globalBatchSize": 4, "microBatchSize": size},
+            data={"packing": False, "maxSequenceLength": 64},
+        )
+        for size in (1, 2)
+    )
+    assert errors(together, tmp_path / "model") == {}
+    monkeypatch.setattr(packed_documents, "install_rope_by_document", lambda _model: None)
+    _, (found,) = check_model(together, tmp_path / "model")
+    assert (found.rule, found.severity) == ("micro-batch-leaks", "error")
+    assert {change.field: change.value for change in found.changes} == {"spec.training.microBatchSize": 1}
+    assert errors(alone, tmp_path / "model") == {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from finetune_job.failures import FailureClass, Outcome
@@ -132,6 +133,20 @@ def test_weights_that_do_not_fill_the_model_are_refused(context, model):
     missing, mismatched = (finding.message for finding in result.findings)
     assert "model.layers.2." in missing
     assert "another shape" in mismatched
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_weight_that_is_not_finite_is_named(context, model, value):
+    name, file = "model.layers.1.mlp.up_proj.weight", None
+    for path in model.glob("*.safetensors"):
+        tensors = load_file(path)
+        if name in tensors:
+            tensors[name][-1, -1] = value
+            save_file(tensors, path, metadata={"format": "pt"})
+            file = path.name
+    finding = only(context(), "model-weight-not-finite")
+    assert (finding.field, finding.value) == ("spec.model.source", name)
+    assert f"{name} in {file} holds NaN or infinity" in finding.message
 
 
 @pytest.mark.parametrize("files", [["tokenizer.json"], ["tokenizer.json", "tokenizer_config.json"]])

@@ -104,6 +104,14 @@ def test_decoders_do_not_look_ahead(tmp_path: Path, kind: str) -> None:
     assert check_small_model(ModelInspection(PLAN, tmp_path / "model", observed=observed)) == []
 
 
+def test_an_encoder_of_which_transformers_makes_a_causal_model_is_refused(tmp_path: Path) -> None:
+    sizes = {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "vocab_size": 264, "max_position_embeddings": 64}
+    config = AutoConfig.for_model("xlm", **sizes).to_dict()
+    declare_model(tmp_path / "model", config | {"architectures": ["XLMWithLMHeadModel"], "dtype": "float32"})
+    _, findings = check_model(PLAN, tmp_path / "model")
+    assert [finding.rule for finding in findings if finding.severity == "error"] == ["model-not-causal"]
+
+
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     directory = configured(tmp_path / "model", "llama")
     (directory / "adapter_config.json").write_text("{}")
