@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator
 
 import torch
 
+from finetune_job.api.method import MethodType
 from finetune_job.api.parallelism import AutoWrapPolicy
 from finetune_job.api.training import ActivationCheckpointing
 from finetune_job.catalogue.book import make_finding
@@ -17,7 +19,14 @@ from finetune_trainer.model.wrap_plan import layer_classes
 from finetune_trainer.preflight.fsdp_units import CLASSES_FIELD, POLICY_FIELD
 from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
+from finetune_trainer.preflight.task import FIELD as MODEL_FIELD
 
+OURS = frozenset({"input_ids", "position_ids", "use_cache"})
+"""Arguments with which the trainer calls a model."""
+PEFTS = frozenset({"attention_mask", "inputs_embeds", "labels", "output_attentions", "output_hidden_states", "return_dict"})
+"""Arguments that PEFT adds to each call (peft.peft_model.PeftModelForCausalLM.forward)."""
+DECORATED = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
+"""Arguments that decorators of transformers may take from a call."""
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers, as configurations name them, that keep no state. small_model.py measures whether their masks leak."""
 
@@ -40,6 +49,31 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
             # If a name resembles no class of the model, the classes that the model itself declares are used.
             changes = {field: list(dict.fromkeys(names[0] for names in near)) if near and all(near) else None}
         yield finding_of_error("wrap-class-unknown", field, value, error, changes=changes)
+
+
+def check_forward(seen: ModelInspection) -> Iterator[Finding]:
+    """Reports a model whose code does not accept an argument with which it is called. In transformers, each model does."""
+    forward = type(seen.base).forward
+    arguments = inspect.signature(forward).parameters
+    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+        return
+    adds = PEFTS if seen.plan.method.trains_adapter else frozenset()
+    # A decorator hides from the signature what it takes, and PEFT knows MPT's code.
+    accepted = {*arguments, *(DECORATED if hasattr(forward, "__wrapped__") else ())}
+    accepted |= {"inputs_embeds"} if seen.base.config.model_type == "mpt" else set()
+    missing = sorted((OURS | adds) - accepted)
+    if missing:
+        fix = f"let forward in the model's own code accept **kwargs, or {', '.join(missing)} with the default None"
+        if not set(missing) & OURS:
+            fix += f", or set spec.method.type: {MethodType.FULL.value}, which needs no PEFT"
+        yield make_finding(
+            "forward-without-argument",
+            field=MODEL_FIELD,
+            value=missing[0],
+            message=f"{type(seen.base).__name__}.forward does not accept {', '.join(missing)}, with which "
+            f"{'the trainer' if set(missing) & OURS else 'PEFT'} calls each model",
+            fix=fix,
+        )
 
 
 def check_compiler(seen: ModelInspection) -> Iterator[Finding]:

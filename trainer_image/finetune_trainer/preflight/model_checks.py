@@ -19,7 +19,13 @@ from finetune_trainer.preflight.adapter_names import (
     check_saved_names,
     check_token_indices,
 )
-from finetune_trainer.preflight.architecture import check_compiler, check_recomputation, check_recurrence, check_wrap_classes
+from finetune_trainer.preflight.architecture import (
+    check_compiler,
+    check_forward,
+    check_recomputation,
+    check_recurrence,
+    check_wrap_classes,
+)
 from finetune_trainer.preflight.attached import check_attached, check_coverage, check_rows_of_two_heads
 from finetune_trainer.preflight.attention import check_variable_length
 from finetune_trainer.preflight.bypassed import check_units_used, check_used
@@ -33,6 +39,7 @@ from finetune_trainer.preflight.task import check_task
 
 STRUCTURE: tuple[Check, ...] = (
     check_loading,
+    check_forward,
     check_wrap_classes,
     check_compiler,
     check_recomputation,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+from transformers import AutoConfig, LlamaForCausalLM
 
 from finetune_trainer.inspection.module_use import observe_use
 from finetune_trainer.model import packed_documents
@@ -162,6 +162,37 @@ def test_a_record_that_depends_on_the_longest_of_its_micro_batch_is_refused(
     assert (found.rule, found.severity) == ("micro-batch-leaks", "error")
     assert {change.field: change.value for change in found.changes} == {"spec.training.microBatchSize": 1}
     assert errors(alone, tmp_path / "model") == {}
+
+
+PEFTS = ["attention_mask", "inputs_embeds", "labels", "output_attentions", "output_hidden_states", "return_dict"]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "method", "missing"),
+    [
+        (["position_ids", "use_cache"], "Full", []),
+        (["position_ids", "use_cache"], "LoRA", PEFTS),
+        (["position_ids", "use_cache", *PEFTS], "LoRA", []),
+        (["position_ids", "use_cache", *set(PEFTS) - {"inputs_embeds"}], "LoRA", ["inputs_embeds"]),
+        (["use_cache", *PEFTS], "Full", ["position_ids"]),
+        (["**others"], "LoRA", []),
+    ],
+)
+def test_code_that_accepts_too_few_arguments_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accepted: list[str], method: str, missing: list[str]
+) -> None:
+    """As the code that comes with some models."""
+    named = ", ".join(name if name.startswith("*") else f"{name}=None" for name in accepted)
+    given = ", ".join(name if name.startswith("*") else f"{name}={name}" for name in accepted)
+    scope: dict[str, Any] = {"plain": LlamaForCausalLM.forward}
+    exec(f"def forward(self, input_ids=None, {named}): return plain(self, input_ids, {given})", scope)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scope["forward"])
+    _, findings = check_model(plan({"type": method}), declared(tmp_path / "model", "llama"))
+    refused = [finding for finding in findings if finding.severity == "error"]
+    assert [finding.rule for finding in refused] == ["forward-without-argument"] * bool(missing)
+    for finding in refused:
+        assert f"does not accept {', '.join(missing)}, with which" in finding.message
+        assert ("spec.method.type: Full" in finding.fix) == (method == "LoRA")
 
 
 @pytest.mark.parametrize(
