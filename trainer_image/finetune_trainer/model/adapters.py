@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,8 +107,9 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     The seed depends on the plan alone, so every rank of every world size starts with the same values. Raises ConfigError.
     """
     config = adapter_config(plan.method)
-    if isinstance(config, LoraConfig) and plan.method.lora is not None:
-        config.exclude_modules = config.exclude_modules or _beside_text(model, plan.method.lora.target_modules)
+    targets = getattr(config, "target_modules", None)
+    if targets and getattr(config, "exclude_modules", targets) is None:
+        config.exclude_modules = _beside_text(model, [targets] if isinstance(targets, str) else targets)
     field = METHODS[plan.method.type].family.value
     torch.manual_seed(plan.training.seed)
     base_dtype = model.dtype
@@ -145,24 +146,23 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     return adapted
 
 
-def _beside_text(model: PreTrainedModel, targets: Sequence[str]) -> str | None:
+def _beside_text(model: PreTrainedModel, targets: Collection[str]) -> str | None:
     """Return an expression for modules that share a target's name with the text part of a model of images or audio, and are
     outside of it: texts do not reach them. None if there are none.
     """
-    text, decoder = getattr(model.config, "text_config", None), model.get_decoder()
+    text = getattr(model.config, "text_config", None)
+    decoder = None if text is None else model.get_decoder()
     names = {module: name for name, module in model.named_modules()}
     inside = names.get(decoder)
-    if text is None or not inside or type(decoder.config) is not type(text):
+    if decoder is None or not inside or type(decoder.config) is not type(text):
         return None
-    head = names.get(model.get_output_embeddings(), inside)
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
     of_text = [f".{name}" for name in layers if name.startswith(f"{inside}.")]
-    shared = [
-        ".*" if name == ALL_LINEAR else re.escape(name)
-        for name in targets
-        if name == ALL_LINEAR or any(layer.endswith(f".{name}") for layer in of_text)
-    ]
-    beside = rf"(?!{re.escape(inside)}\.|{re.escape(head)}$)(.*\.)?({'|'.join(shared)})"
+    # PEFT makes a set of the targets, and the expression is saved.
+    named = [name for name in sorted(targets) if any(layer.endswith(f".{name}") for layer in of_text)]
+    shared = ".*" if ALL_LINEAR in targets else "|".join(map(re.escape, named))
+    head = re.escape(names.get(model.get_output_embeddings(), inside))
+    beside = rf"(?!{re.escape(inside)}\.|{head}$)(.*\.)?({shared})"
     return beside if shared and any(re.fullmatch(beside, name) for name in layers) else None
 
 

@@ -21,12 +21,12 @@ from finetune_trainer.preflight.library_errors import finding_of_error
 from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.task import FIELD as MODEL_FIELD
 
-OURS = frozenset({"input_ids", "position_ids", "use_cache"})
+ARGUMENTS = frozenset({"input_ids", "position_ids", "use_cache"})
 """Arguments with which the trainer calls a model."""
-PEFTS = frozenset({"attention_mask", "inputs_embeds", "labels", "output_attentions", "output_hidden_states", "return_dict"})
-"""Arguments that PEFT adds to each call (peft.peft_model.PeftModelForCausalLM.forward)."""
-DECORATED = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
-"""Arguments that decorators of transformers may take from a call."""
+OUTPUTS = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
+"""Arguments that a decorator of transformers may take from a call."""
+PEFT_ARGUMENTS = OUTPUTS | {"attention_mask", "inputs_embeds", "labels"}
+"""Arguments that PEFT adds to each call."""
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """Kinds of layers, as configurations name them, that keep no state. small_model.py measures whether their masks leak."""
 
@@ -54,26 +54,22 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
 def check_forward(seen: ModelInspection) -> Iterator[Finding]:
     """Reports a model whose code does not accept an argument with which it is called. In transformers, each model does."""
     forward = type(seen.base).forward
-    arguments = inspect.signature(forward).parameters
-    if any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values()):
+    accepted = inspect.signature(forward).parameters
+    called = ARGUMENTS | (PEFT_ARGUMENTS if seen.plan.method.trains_adapter else set())
+    missing = sorted(called - set(accepted) - (OUTPUTS if hasattr(forward, "__wrapped__") else set()))
+    # PEFT itself leaves this argument out for MPT.
+    if seen.base.config.model_type == "mpt" and "inputs_embeds" in missing:
+        missing.remove("inputs_embeds")
+    if not missing or any(argument.kind is argument.VAR_KEYWORD for argument in accepted.values()):
         return
-    adds = PEFTS if seen.plan.method.trains_adapter else frozenset()
-    # A decorator hides from the signature what it takes, and PEFT knows MPT's code.
-    accepted = {*arguments, *(DECORATED if hasattr(forward, "__wrapped__") else ())}
-    accepted |= {"inputs_embeds"} if seen.base.config.model_type == "mpt" else set()
-    missing = sorted((OURS | adds) - accepted)
-    if missing:
-        fix = f"let forward in the model's own code accept **kwargs, or {', '.join(missing)} with the default None"
-        if not set(missing) & OURS:
-            fix += f", or set spec.method.type: {MethodType.FULL.value}, which needs no PEFT"
-        yield make_finding(
-            "forward-without-argument",
-            field=MODEL_FIELD,
-            value=missing[0],
-            message=f"{type(seen.base).__name__}.forward does not accept {', '.join(missing)}, with which "
-            f"{'the trainer' if set(missing) & OURS else 'PEFT'} calls each model",
-            fix=fix,
-        )
+    alone = "" if ARGUMENTS & set(missing) else f", or set spec.method.type: {MethodType.FULL.value}, which does without PEFT"
+    yield make_finding(
+        "forward-without-argument",
+        field=MODEL_FIELD,
+        value=missing[0],
+        message=f"{type(seen.base).__name__}.forward does not accept {', '.join(missing)}, with which it is called",
+        fix=f"let forward in the model's own code accept **kwargs, or {', '.join(missing)} with the default None{alone}",
+    )
 
 
 def check_compiler(seen: ModelInspection) -> Iterator[Finding]:

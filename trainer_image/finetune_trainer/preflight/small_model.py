@@ -8,9 +8,11 @@ Positions that start again with each document separate documents if the model's 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from finetune_job.catalogue.book import make_finding
@@ -26,6 +28,8 @@ FIRST, SECOND = 10, 6
 the first."""
 TOKENS = 12
 """Number of tokens of the text with which causality is measured."""
+LOSS_TOLERANCE = 2e-5
+"""Largest accepted relative difference of two computations of a loss in float32, which is below 1e-6 (measured)."""
 LEAK_TOLERANCE = 1e-4
 """Largest accepted change of a logit, in float32. Leaks cause 0.01 or more, a different order of sums below 1e-6 (measured)."""
 
@@ -39,7 +43,7 @@ def check_small_model(seen: ModelInspection) -> list[Finding]:
     model.eval()
     packed_documents.install_document_masks(model)
     packed_documents.install_rope_by_document(model)
-    checks: list[Callable[[PreTrainedModel], Finding | None]] = [_check_causality]
+    checks: list[Callable[[PreTrainedModel], Finding | None]] = [_check_causality, _check_own_loss]
     if seen.plan.data.packing:
         checks.append(_check_packing)
     if seen.plan.training.micro_batch_size > 1 or seen.plan.leaves_open(MICRO_BATCH_FIELD):
@@ -124,6 +128,28 @@ def _check_micro_batch(model: PreTrainedModel) -> Finding | None:
         "(measured on a small model of this architecture)",
         fix=f"set {MICRO_BATCH_FIELD}: 1",
         changes={MICRO_BATCH_FIELD: 1},
+    )
+
+
+def _check_own_loss(model: PreTrainedModel) -> Finding | None:
+    """Reports a model whose own loss is not the cross-entropy of its logits, with which it is trained."""
+    size = int(model.get_input_embeddings().weight.shape[0])
+    tokens = torch.arange(TOKENS)[None] * 3 % size
+    with torch.no_grad():
+        output = model(input_ids=tokens, position_ids=torch.arange(TOKENS)[None], labels=tokens, use_cache=False)
+    logits, own = output.logits[0].float(), float(output.loss)
+    # The causal classes of encoder-decoders expect labels that are shifted already.
+    losses = [float(cross_entropy(logits[: TOKENS - shift], tokens[0, shift:])) for shift in (1, 0)]
+    if any(math.isclose(own, loss, rel_tol=LOSS_TOLERANCE) for loss in losses):
+        return None
+    return make_finding(
+        "loss-of-the-model-unused",
+        field=FIELD,
+        value=type(model).__name__,
+        message=f"{type(model).__name__} adds a term to its loss, such as one that balances experts (output_router_logits): "
+        f"{own:.4g} where the cross-entropy is {losses[0]:.4g} (measured on a small model of this architecture). The training "
+        "leaves this term out",
+        fix="nothing needs to change if next tokens alone are to be learnt; output_router_logits: false in config.json says so",
     )
 
 

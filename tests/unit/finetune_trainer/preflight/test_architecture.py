@@ -164,6 +164,19 @@ def test_a_record_that_depends_on_the_longest_of_its_micro_batch_is_refused(
     assert errors(alone, tmp_path / "model") == {}
 
 
+@pytest.mark.parametrize(
+    ("kind", "settings", "is_mentioned"),
+    [("mixtral", {"output_router_logits": True}, True), ("mixtral", {}, False), ("llama", {}, False), ("opt", {}, False)],
+)
+def test_a_term_of_the_models_own_loss_is_mentioned(
+    tmp_path: Path, kind: str, settings: dict[str, bool], is_mentioned: bool
+) -> None:
+    config = AutoConfig.for_model(kind, **SIZES | EXPERTS | settings).to_dict()
+    declare_model(tmp_path / "model", config | {"dtype": "float32"})
+    _, findings = check_model(plan({"type": "LoRA", "lora": Q}), tmp_path / "model")
+    assert [finding.severity for finding in findings if finding.rule == "loss-of-the-model-unused"] == ["warning"] * is_mentioned
+
+
 PEFTS = ["attention_mask", "inputs_embeds", "labels", "output_attentions", "output_hidden_states", "return_dict"]
 
 
@@ -192,7 +205,7 @@ def test_code_that_accepts_too_few_arguments_is_refused(
     assert [finding.rule for finding in refused] == ["forward-without-argument"] * bool(missing)
     for finding in refused:
         assert f"does not accept {', '.join(missing)}, with which" in finding.message
-        assert ("spec.method.type: Full" in finding.fix) == (method == "LoRA")
+        assert ("spec.method.type: Full" in finding.fix) is (method == "LoRA")
 
 
 @pytest.mark.parametrize(

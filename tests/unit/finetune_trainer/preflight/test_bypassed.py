@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora.layer import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -261,14 +261,21 @@ TEXT = [f"model.language_model.layers.{number}.{part}" for number in range(2) fo
 
 
 @pytest.mark.parametrize(
-    ("settings", "count"), [({}, 14), ({"targetModules": ["all-linear"]}, 14), ({"targetModules": ["q_proj", "up_proj"]}, 4)]
+    ("method", "count"),
+    [
+        (lora(), 14),
+        (lora(targetModules=["all-linear"]), 14),
+        (lora(targetModules=["q_proj", "up_proj"]), 4),
+        ({"type": "LoHa"}, 14),
+        ({"type": "LoHa", "settings": {"targetModules": ["q_proj", "up_proj"]}}, 4),
+    ],
 )
-def test_the_tower_of_images_gets_no_adapters_that_no_text_reaches(tmp_path: Path, settings: Spec, count: int) -> None:
+def test_the_tower_of_images_gets_no_adapters_that_no_text_reaches(tmp_path: Path, method: Spec, count: int) -> None:
     declare_model(tmp_path / "model", OF_IMAGES)
-    plan = plan_of(tiny_spec(merge={"enabled": False}, data={"packing": False}) | {"method": lora(**settings)})
+    plan = plan_of(tiny_spec(merge={"enabled": False}, data={"packing": False}) | {"method": method})
     seen = inspect_model(plan, tmp_path / "model")
     assert not seen.findings
-    adapted = [base_name(name) for name, module in seen.trained.model.named_modules() if isinstance(module, LoraLayer)]
+    adapted = [base_name(name) for name, module in seen.trained.model.named_modules() if isinstance(module, BaseTunerLayer)]
     assert len(adapted) == count
     assert set(TEXT) <= set(adapted)
     assert all(name.startswith("model.language_model.") for name in adapted)

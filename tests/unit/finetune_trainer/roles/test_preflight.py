@@ -21,6 +21,7 @@ def test_findings_of_the_inspection_come_before_those_of_the_checks() -> None:
         "check_start",
         "check_room",
         "check_memory",
+        "check_finite",
     ]
 
 
