@@ -126,7 +126,7 @@ def read_text(name: str) -> str:
             return file.read(MAX_FILE_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise LocalError(f"{name}: cannot be read ({reason}); give a file in UTF-8, or - for standard input") from error
+        raise LocalError(f"{name} cannot be read ({reason}); give a file in UTF-8, or - for standard input") from error
 
 
 def manifest_text(argument: str | None, option: str | None) -> str:
@@ -151,6 +151,6 @@ def read_files(names: Sequence[str]) -> list[tuple[str, str]]:
             continue
         inside = sorted(str(path) for path in directory.iterdir() if path.suffix in SUFFIXES and path.is_file())
         if not inside:
-            raise LocalError(f"{name}: holds no {', '.join(SUFFIXES)}; give a file or a directory of manifests")
+            raise LocalError(f"{name} holds no {', '.join(SUFFIXES)}; give a file or a directory of manifests")
         files += inside
     return [(file, read_text(file)) for file in files]

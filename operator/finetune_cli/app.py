@@ -130,7 +130,7 @@ def validate(
     records = first_records(claims, claim)
     if fix:
         if output is not Output.TEXT:
-            raise LocalError(f"--output {output}: has no effect with --fix, which prints the manifests; leave one of the two out")
+            raise LocalError(f"--output {output} has no effect with --fix, which prints the manifests; leave one of the two out")
         raise typer.Exit(_fix(files, profile_text, records))
 
     def show(report: Report) -> None:

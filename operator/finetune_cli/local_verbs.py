@@ -291,7 +291,7 @@ def reproduce(
     here, there = ([name for name, is_given in options.items() if is_given] for options in (of_machine, of_cluster))
     end: Change | AuditEnd
     if here and there:
-        raise LocalError(f"{there[0]}: is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
+        raise LocalError(f"{there[0]} is for a job of a cluster, and {here[0]} is for a run of this machine; leave one out")
     if here:
         from finetune_cli.commands.audit import AuditOrder
         from finetune_cli.commands.audit import reproduce as reproduce_run

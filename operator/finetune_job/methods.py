@@ -109,7 +109,7 @@ _NEEDS = {
 _DORA = Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True)
 METHODS: dict[MethodType, Method] = {
     MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
-    # FSDP 1 would cast packed weights as if they were numbers, with the flat parameter that holds them; autocast does not.
+    # FSDP 1 would cast packed weights as if they were ordinary numbers, with the flat parameter around them; autocast does not.
     MethodType.QLORA: Method(
         Family.LORA, "LORA", packs_base=True, needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)
     ),

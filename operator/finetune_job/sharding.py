@@ -156,7 +156,7 @@ def reads_sharded_weights(method: MethodType, fsdp: Fsdp) -> bool:
 
 
 def needs_own_units(method: MethodType, version: int, *, use_orig_params: bool | None, trains_rows: bool) -> bool:
-    """Whether adapters need PEFT's wrap policy. use_orig_params: None if the user leaves it open. trains_rows: whether rows of an
+    """Whether adapters need PEFT's wrap policy. use_orig_params: None if unset by the user. trains_rows: whether rows of an
     embedding are trained.
 
     FSDP 1 can flatten neither float32 adapters with a 16-bit base nor, without original parameters, trained with frozen ones.

@@ -54,7 +54,7 @@ class Site:
 
     has_gpus: bool = False
     most_ranks: int | None = None
-    """Maximum number of ranks on the one machine; None if there are as many nodes as the job asks for."""
+    """Maximum number of ranks on the one machine; None if there are as many nodes as the job requests."""
 
 
 ANYWHERE = Site()

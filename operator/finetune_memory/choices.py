@@ -2,7 +2,7 @@
 
 These choices alter only speed and memory. Memory is used for speed as long as a part of the limit stays free, because an estimate
 may be wrong. If no setting leaves it free, the one that needs the least is chosen: a job is never refused because of a
-setting that the user left open.
+setting that the user left unset.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Predict = Callable[[RunPlan], Estimate]
 
 
 def choose_precision(plan: RunPlan, stored: str) -> tuple[Choice, ...]:
-    """Choose the precision if the plan leaves it open. stored: element type of the base model's files.
+    """Choose the precision if the plan leaves it unset. stored: element type of the base model's files.
 
     The choice is the base's type, also for adapters: a 16-bit base computes in its own type, and only the model's files
     show that type. PEFT holds adapters in float32 and would also multiply them in float32, unless the whole job computes in
@@ -49,7 +49,7 @@ def choose_precision(plan: RunPlan, stored: str) -> tuple[Choice, ...]:
     value, reason = computed, "the base model is stored in it" if plan.model.dtype is None else "of spec.model.dtype"
     if computed == Dtype.FLOAT32:
         value, reason = Precision.FP32.value, f"{reason}; {Precision.BF16.value} is faster"
-    # FSDP would cast packed weights stored in another floating type as if they were numbers, which destroys them.
+    # FSDP would cast packed weights stored in another floating type as if they were ordinary numbers, which destroys them.
     elif computed == Dtype.BFLOAT16 and storage in (None, QuantStorage.UINT8, QuantStorage.BFLOAT16):
         value = Precision.BF16.value
     elif elements.param is None and method.autocast_adapter_dtype and not method.is_fused:
@@ -81,7 +81,7 @@ def varlen_problem(plan: RunPlan, facts: ArchitectureFacts, stored: str) -> str:
 
 
 def choose_attention(plan: RunPlan, problem: str) -> tuple[Choice, ...]:
-    """Choose the attention if the plan leaves it open. problem: why varlen does not fit; empty if it does."""
+    """Choose the attention if the plan leaves it unset. problem: why varlen does not fit; empty if it does."""
     if not plan.leaves_attention_open:
         return ()
     if problem:
@@ -98,7 +98,7 @@ def trains_on_gpu(plan: RunPlan) -> bool:
 def choose_batches(
     plan: RunPlan, limit: MemoryLimit | None, predict: Predict | None, *, can_recompute: bool = True
 ) -> tuple[Choice, ...]:
-    """Choose micro-batch and recomputation, each if the plan leaves it open.
+    """Choose micro-batch and recomputation, each if the plan leaves it unset.
 
     predict: estimates a changed plan; None if the memory planner does not know the model. can_recompute: whether the model's
     layers can be recomputed.

@@ -67,9 +67,9 @@ def read_model(path: Path) -> ModelMetadata:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UnknownModelError(f"{file}: cannot be read ({reason}); give a model's directory or its config.json") from error
+        raise UnknownModelError(f"{file} cannot be read ({reason}); give a model's directory or its config.json") from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UnknownModelError(f"{file}: names no model_type; give the config.json of a transformers model")
+        raise UnknownModelError(f"{file} names no model_type; give the config.json of a transformers model")
     if config.get("is_encoder_decoder") is True:
         raise UnknownModelError(
             f"{file}: model_type {config['model_type']!r} has an encoder and a decoder, which this product does not train; give "
@@ -93,7 +93,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
                 yield name, (str(entry["dtype"]), tuple(int(size) for size in entry["shape"]))
     except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise UnknownModelError(f"{path}: is not a safetensors file ({reason}); copy it again") from error
+        raise UnknownModelError(f"{path} is not a safetensors file ({reason}); copy it again") from error
 
 
 def number_of_weights(path: Path) -> int:

@@ -74,7 +74,7 @@ def estimate(
 
 
 def quantised_shape(plan: RunPlan, shape: ModelShape, elements: Elements) -> ModelShape:
-    """Return the model with its frozen weights quantised, if the plan asks for it."""
+    """Return the model with its frozen weights quantised, if the plan quantises them."""
     if plan.method.quantization is None:
         return shape
     parameters, constant = quantised(shape.parameters, plan.method.quantization, elements.load)

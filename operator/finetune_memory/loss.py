@@ -25,7 +25,7 @@ def rows_per_part(vocabulary: int, device_type: str) -> int:
 
 
 def head_of(shape: ModelShape) -> ParameterShape | None:
-    """Find the weight of the output head, which may be the embedding's; None if neither is recognised by its name and size."""
+    """Find the output head's weight, or the embedding's if the two are tied. None if neither is recognised by name and size."""
     vocabulary = shape.facts.vocabulary_size
     weights = [weight for weight in shape.parameters if weight.shape[:1] == (vocabulary,)]
     heads = [weight for weight in weights if any(f".{name}." in f".{weight.name}" for name in OUTPUT_HEADS)]

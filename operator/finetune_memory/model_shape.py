@@ -51,7 +51,7 @@ class ParameterShape:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of the element type in which the parameter is held."""
+    """torch's name for the parameter's element type."""
     is_trained: bool
     kind: Kind = "other"
 

@@ -71,9 +71,9 @@ class MemoryVerdict:
     leanest: Alternative | None = None
     """All changes that save memory together, if no combination makes the job fit."""
     resharding: Choice | None = None
-    """Whether ranks free gathered parameters after the forward pass, if the plan leaves it open."""
+    """Whether ranks free gathered parameters after the forward pass, if the plan leaves it unset."""
     batches: tuple[Choice, ...] = ()
-    """Precision, attention, micro-batch and recomputation, if the plan leaves them open."""
+    """Precision, attention, micro-batch and recomputation, if the plan leaves them unset."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -100,7 +100,7 @@ def predictor(shape: ModelShape, stored: str, limit: MemoryLimit | None, *, long
 def judge_memory(
     plan: RunPlan, shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None
 ) -> MemoryVerdict:
-    """Choose what the plan leaves open, and compare the estimate with the limit.
+    """Choose the settings that the plan leaves unset, and compare the estimate with the limit.
 
     stored: element type of the base model's files. longest: tokens of the longest record; None for the longest allowed.
     """

@@ -429,8 +429,8 @@ def test_planted_checkpoints_are_passed_over_with_the_reason_and_nothing_of_them
     logs = "".join(path.read_text(errors="replace") for path in sorted((workspace / "logs").glob("train-*/*")))
     passed_over = [line for line in logs.splitlines() if "is not used" in line]
     for name, reason in {
-        "step-0000009003": "manifest.json: cannot be read",
-        "step-0000009002": "manifest.json: cannot be read",
+        "step-0000009003": "manifest.json cannot be read",
+        "step-0000009002": "manifest.json cannot be read",
         "step-0000009001": "belongs to run eeee",
         seen.newest: "was written",
     }.items():

@@ -52,7 +52,7 @@ def test_a_manifest_is_judged_and_created_and_a_conflict_is_told(caller: Caller,
     # Without the right to look at it the conflict alone is told, with it also what is there.
     done = call("submit job.yaml")
     assert (done.returncode, done.stderr.splitlines()[-1]) == (
-        3, f"{namespace}/submitted: exists already; give the manifest another name"
+        3, f"{namespace}/submitted exists already; give the manifest another name"
     )  # fmt: skip
     looking = caller.with_rights((*rights_of("submit FILE").needed, JOB))
     done = looking("submit job.yaml")
@@ -86,10 +86,10 @@ def test_a_job_is_suspended_resumed_and_cancelled(caller: Caller) -> None:
     )
     assert run_of(caller, "running") == {"suspend": True, "cancel": False, "retry": 0}
     again = json.loads(call("suspend running -o json").stdout)
-    assert (again["changed"], again["message"], again["run"]["suspend"]) == (False, "is suspended already", True)
+    assert (again["changed"], again["message"], again["run"]["suspend"]) == (False, "suspended already", True)
     assert call("resume running").stdout == f"{namespace}/running: resumed: it continues from its latest checkpoint\n"
     assert run_of(caller, "running")["suspend"] is False
-    assert call("resume running").stdout == f"{namespace}/running: is not suspended\n"
+    assert call("resume running").stdout == f"{namespace}/running: not suspended\n"
     assert "cancelled: its pods end" in call("cancel running").stdout
     assert run_of(caller, "running")["cancel"] is True
 
@@ -98,7 +98,7 @@ def test_a_waiting_job_is_tried_again_and_an_ended_one_as_another_job(caller: Ca
     namespace = caller.workload.namespace
     call = caller.with_rights(rights_of("retry JOB, that waits").needed)
     for number in (1, 2):
-        assert call("retry stalled").stdout == f"{namespace}/stalled: is tried again (spec.run.retry: {number})\n"
+        assert call("retry stalled").stdout == f"{namespace}/stalled: trying again (spec.run.retry: {number})\n"
         assert run_of(caller, "stalled")["retry"] == number
     assert "leave --name out" in call("retry stalled --name other").stderr
     ended = caller.with_rights(rights_of("retry JOB, that has ended").needed)

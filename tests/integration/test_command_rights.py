@@ -40,7 +40,7 @@ TOLD = {
     "suspend JOB": ("suspend running", "running: suspended"),
     "resume JOB": ("resume new", "new: resumed"),
     "cancel JOB": ("cancel running", "running: cancelled"),
-    "retry JOB, that waits": ("retry stalled", "stalled: is tried again"),
+    "retry JOB, that waits": ("retry stalled", "stalled: trying again"),
     "retry JOB, that has ended": ("retry failed", "failed-2: created"),
     "fork JOB": ("fork succeeded", "name: succeeded-2"),
     "reproduce JOB": ("reproduce succeeded", "succeeded-reproduced: created"),

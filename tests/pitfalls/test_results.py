@@ -74,7 +74,7 @@ def merged(finished: RunContext, plan: RunPlan, output: str) -> dict[str, str]:
 
 def test_no_merged_model_agrees_more_than_always(finished: RunContext):
     wrong, right = plans("verification-agreement-range", {"merge.verify.minTop1Agreement": "2"})
-    with pytest.raises(VerificationError, match=r"agrees at 100\.00%; required is 200\.00%"):
+    with pytest.raises(VerificationError, match=r"agrees at 100\.00%; the minimum is 200\.00%"):
         merged(finished, wrong, "agreement-wrong")
     assert merged(finished, right, "agreement-right")["top1"] == "1"
 
@@ -84,7 +84,7 @@ def test_a_rounded_merge_diverges(finished: RunContext, allowed: str):
     # In float32 the divergence of so small a model is below the rounding of its own computation on some processors.
     settings = {"merge.verify.maxKlDivergence": allowed, "merge.dtype": "bfloat16"}
     wrong, right = plans("verification-divergence-zero", settings)
-    with pytest.raises(VerificationError, match=rf"mean KL divergence of 90% of positions is .*; allowed is {allowed}"):
+    with pytest.raises(VerificationError, match=rf"mean KL divergence of 90% of positions is .*; the limit is {allowed}"):
         merged(finished, wrong, f"divergence-{allowed}-wrong")
     assert merged(finished, right, f"divergence-{allowed}-right")["top1"] == "1"
 

@@ -85,7 +85,7 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
     except FileNotFoundError:
         return None
     except ValidationError as error:
-        raise ModelError(f"{path}: is not preflight's record of {FIELD} ({error.error_count()} problems)", _NOT_OURS) from error
+        raise ModelError(f"{path} is not preflight's record of {FIELD} ({error.error_count()} problems)", _NOT_OURS) from error
 
 
 def remove_made(record: Path, target: Path) -> None:

@@ -72,7 +72,7 @@ class RunContext:
         if added is None:
             # Without the ids of added tokens, the job would silently train none of their rows.
             hint = "start a new job, and let nothing else write to its workspace"
-            raise ModelError(f"{path}: is missing; it records the ids of the tokens in {FIELD}", hint)
+            raise ModelError(f"{path} is missing; it records the ids of the tokens in {FIELD}", hint)
         return replace(self, plan=with_trained_rows(self.plan, added))
 
     @property
@@ -87,7 +87,7 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
         encoded = path.read_bytes()
     except OSError as error:
         raise PlanMismatchError(
-            f"--plan {path}: cannot be read ({error})", "mount the plan's ConfigMap, or give the path of plan.json"
+            f"--plan {path} cannot be read ({error})", "mount the plan's ConfigMap, or give the path of plan.json"
         ) from error
     digest = hashlib.sha256(encoded).hexdigest()
     if digest != sha256:

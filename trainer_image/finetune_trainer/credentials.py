@@ -112,7 +112,7 @@ class Credentials:
             return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
             # The exception's text may contain a part of the file.
-            raise DestinationRefusedError(f"{path}: holds no logins for registries", _LOGINS_HINT) from None
+            raise DestinationRefusedError(f"{path} holds no logins for registries", _LOGINS_HINT) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             message = f"{path}: a credential helper failed ({type(error).__name__})"
             raise DestinationRefusedError(message, "check that the helper named there works, or log in without it") from None

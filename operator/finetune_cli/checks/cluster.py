@@ -70,7 +70,7 @@ class ClusterFacts:
     profile: FineTuneProfileSpec | UnknownFact | None
     """The profile; None if there is none of that name."""
     namespace_labels: Mapping[str, str] | UnknownFact | None
-    """Labels of the namespace; None if the profile does not ask for them."""
+    """Labels of the namespace; None if the profile does not select by them."""
     may_create_jobs: bool | UnknownFact
     storage_classes: Sequence[StorageClass] | UnknownFact
     network: NetworkProbe | UnknownFact | None
@@ -216,7 +216,7 @@ def _profile(
         f"{allowed}, by the labels of the namespace",
         f"{refused}: its labels do not match namespaceSelector",
         f"ask the platform team to label {namespace}, {instead}",
-        fix_unknown=f"ask somebody who may `get` the Namespace {namespace}: the profile asks for its labels",
+        fix_unknown=f"ask somebody who may `get` the Namespace {namespace}: the profile selects namespaces by labels",
     )
 
 

@@ -89,7 +89,7 @@ def estimate(manifest: str, *, profile: str | None, claims: Path, options: Estim
 def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Path) -> JobEstimate:
     plan, job = verdict.plan, verdict.job
     if plan is None or job is None:
-        raise LocalError(f"{verdict.name}: has no plan")
+        raise LocalError(f"{verdict.name} has no plan")
     if plan.placement is None and (options.gpu, options.gpu_memory) != (None, None):
         # Without a profile, the options say which device the job trains on.
         plan = resolve(plan.job, job.spec, None, has_gpu=True)

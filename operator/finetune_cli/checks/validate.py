@@ -61,7 +61,7 @@ class DocumentVerdict:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Values that the manifest left open, and how they were chosen."""
+        """Values that the manifest left unset, and how they were chosen."""
         return self.plan.choices if self.plan is not None else ()
 
 

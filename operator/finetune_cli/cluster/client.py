@@ -104,7 +104,7 @@ class ClusterClient:
 
         Raises RequestError, also if the connection breaks or the program fails.
         """
-        # These imports load the classes of all Kubernetes kinds, which takes a second. Only copies of files need them.
+        # Imported here because they load the classes of all Kubernetes kinds, which takes a second; few commands get here.
         from kubernetes.client import CoreV1Api
         from kubernetes.client.exceptions import ApiException
         from kubernetes.stream import stream

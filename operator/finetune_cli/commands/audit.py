@@ -32,7 +32,7 @@ from finetune_job.plan.digest import text_sha256
 from finetune_job.plan.run_plan import RunPlan
 
 _STOPPING = "the recomputation is stopped"
-_KEEP = "set spec.checkpoint.keep, and everySteps, in the next job so that more are kept; `finetune reproduce` runs all steps"
+_KEEP = "in the next job, keep more checkpoints (spec.checkpoint.keep, everySteps); `finetune reproduce` recomputes all steps"
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def reproduce(order: AuditOrder, console: Console) -> AuditEnd:
             return AuditEnd(run.title, run.findings)
         ranks = _ranks(run, order)
         if not run.results:
-            raise LocalError(f"{run.title}: has no trained result to compare with; let it train to its end with `finetune run`")
+            raise LocalError(f"{run.title} has no trained result to compare with; let it train to its end with `finetune run`")
         with LiveView(console, run.title) as view, Replay(run.plan, run.claims, scratch / "again") as replay:
             replay.run((Role.PREFLIGHT,), view, interruption, ranks=ranks)
             if run.workspace.model_report.is_file():
@@ -202,7 +202,7 @@ def _inspected(order: AuditOrder, scratch: Path, interruption: Interruption, con
         text = place.plan.read_text()
         plan = RunPlan.model_validate_json(text)
     except (OSError, ValueError) as error:
-        raise LocalError(f"{place.plan}: is not the plan of a run ({type(error).__name__})") from error
+        raise LocalError(f"{place.plan} is not the plan of a run ({type(error).__name__})") from error
     uses = claims_of(plan)
     check_given(uses, order.claim_paths)
     run = _Audited(place, plan, text_sha256(text), claims_of_run(place, plan, order.claim_paths))

@@ -81,7 +81,7 @@ def submit(
     objects = [item.content for document in read_documents(text, file) for item in objects_of(document)]
     jobs = [content for content in objects if isinstance(content, dict) and content.get("kind") == JOB_KIND]
     if not jobs:
-        raise LocalError(f"{file}: holds no FineTuneJob; other objects are created with kubectl apply")
+        raise LocalError(f"{file} holds no FineTuneJob; other objects are created with kubectl apply")
     if is_watched and len(jobs) > 1:
         command = shlex.join(["finetune", "list", "--watch", *place_flags(namespace or cluster.namespace, cluster.context)])
         raise LocalError(f"--watch: follows one job, and {file} holds {len(jobs)}; leave it out, and use `{command}`")
@@ -127,14 +127,14 @@ def _conflict(cluster: Cluster, name: str, document: dict[str, Any]) -> ClusterE
     title = f"{cluster.namespace}/{name}"
     existing = unless_refused(lambda: cluster.job(name))
     if isinstance(existing, Unseen):
-        return ClusterError(f"{title}: exists already; give the manifest another name", status=409)
+        return ClusterError(f"{title} exists already; give the manifest another name", status=409)
     try:
         is_same = parse_job({**existing.document, "status": None}).spec == parse_job(document).spec
     except ValidationError:
         is_same = False
     fix = "give the manifest another name: a job that has started stays as it is"
     difference = f"the same spec; `{existing.command('status')}` shows it" if is_same else f"another spec; {fix}"
-    return ClusterError(f"{title}: exists already ({existing.phase}), with {difference}", status=409)
+    return ClusterError(f"{title} exists already ({existing.phase}), with {difference}", status=409)
 
 
 def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
@@ -142,7 +142,7 @@ def set_suspended(cluster: Cluster, name: str, *, suspended: bool) -> Change:
     job = cluster.job(name)
     _check_living(job, "suspended" if suspended else "resumed")
     if _run(job).get("suspend", False) is suspended:
-        return Change(job, "is suspended already" if suspended else "is not suspended", changed=False)
+        return Change(job, "suspended already" if suspended else "not suspended", changed=False)
     message = (
         f"suspended: its pods end, its checkpoint stays; `{job.command('resume')}` continues from there"
         if suspended
@@ -155,7 +155,7 @@ def cancel(cluster: Cluster, name: str) -> Change:
     """End a job for good. Raises ClusterError."""
     job = cluster.job(name)
     if _run(job).get("cancel") is True:
-        return Change(job, "is cancelled already", changed=False)
+        return Change(job, "cancelled already", changed=False)
     _check_living(job, "cancelled")
     message = f"cancelled: its pods end, what is on its claims stays; `{job.command('fork')}` makes a manifest from it"
     return Change(_patched(cluster, name, {"cancel": True}), message)
@@ -166,16 +166,16 @@ def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
     for _ in range(MOST_CONFLICTS):
         job = cluster.job(name)
         if job.phase == "Succeeded":
-            message = f"{job.title}: has succeeded; `{job.command('fork')}` makes a manifest with changes from it"
+            message = f"{job.title} has succeeded; `{job.command('fork')}` makes a manifest with changes from it"
             raise ClusterError(message, ExitCode.REFUSED)
         if job.has_ended:
             copy = copy_of(job.document, new_name or next_name(job.name, _names(cluster)))
             made = _create(cluster, copy, job.namespace)
             return Change(made.job, f"created with the spec of {job.name}; it begins with {_beginning(job.document)}")
         if new_name is not None:
-            raise ClusterError(f"{job.title}: has not ended, so it is tried again under its own name; leave --name out")
+            raise ClusterError(f"{job.title} has not ended, so it is tried again under its own name; leave --name out")
         if job.phase != "Stalled":
-            raise ClusterError(f"{job.title}: is {job.phase}, so there is nothing to try again", ExitCode.REFUSED)
+            raise ClusterError(f"{job.title} is {job.phase}, so there is nothing to try again", ExitCode.REFUSED)
         before = _run(job).get("retry")
         number = before + 1 if isinstance(before, int) else 1
         try:
@@ -184,7 +184,7 @@ def retry(cluster: Cluster, name: str, new_name: str | None) -> Change:
             if error.status != 409:
                 raise
             continue
-        return Change(patched, f"is tried again (spec.run.retry: {number})")
+        return Change(patched, f"trying again (spec.run.retry: {number})")
     raise ClusterError(f"{cluster.namespace}/{name}: other clients keep changing it; try again")
 
 
@@ -226,7 +226,7 @@ def _step_of(job: SeenJob, start: str) -> int:
     if start != NEWEST:
         if not start.isdecimal() or len(start) > _STEP_DIGITS or int(start) == 0:
             raise LocalError(
-                f"--from {start}: is not a step; write one that `{job.command('status', '--checkpoints')}` shows, or {NEWEST}"
+                f"--from {start} is not a step; write one that `{job.command('status', '--checkpoints')}` shows, or {NEWEST}"
             )
         return int(start)
     newest = job.status.progress.checkpoint_step if job.status.progress is not None else None
@@ -245,7 +245,7 @@ def _names(cluster: Cluster) -> list[str]:
 
 def _check_living(job: SeenJob, what: str) -> None:
     if job.has_ended:
-        raise ClusterError(f"{job.title}: has ended ({job.phase}) and cannot be {what}", ExitCode.REFUSED)
+        raise ClusterError(f"{job.title} has ended ({job.phase}) and cannot be {what}", ExitCode.REFUSED)
 
 
 def _run(job: SeenJob) -> dict[str, Any]:

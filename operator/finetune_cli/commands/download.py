@@ -83,7 +83,7 @@ def bring(source: ResultsPod, directory: Path, listener: Listener) -> Downloaded
     sizes = {name: size for name, size in documents.part(listing, "sizes").items() if isinstance(size, int)}
     missing = sorted(set(digests) - set(sizes))
     if missing:
-        raise ClusterError(f"{plain(missing[0], 200)}: is named by {LIST_NAME}, but does not exist")
+        raise ClusterError(f"{plain(missing[0], 200)} is named by {LIST_NAME}, but does not exist")
     sent = 0
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def bring(source: ResultsPod, directory: Path, listener: Listener) -> Downloaded
         partial.write_text(text)
         partial.replace(directory / LIST_NAME)
     except OSError as error:
-        raise LocalError(f"{error.filename or directory}: cannot be written ({error.strerror})", ExitCode.FAILED) from error
+        raise LocalError(f"{error.filename or directory} cannot be written ({error.strerror})", ExitCode.FAILED) from error
     return Downloaded(directory, len(digests), sent)
 
 

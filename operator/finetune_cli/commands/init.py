@@ -73,7 +73,7 @@ def ask(given: Answers, records: FirstRecords | None = None, *, is_terminal: boo
                 continue
             question = question.format(source, commit_command(place))
         if not is_terminal:
-            raise LocalError(f"{option}: is missing ({question})")
+            raise LocalError(f"{option} is missing ({question})")
         asked: dict[str, Any] = {field: typer.prompt(question, err=True, value_proc=_checks(answers, field, records))}
         answers = replace(answers, **asked)
     if answers.devices is None:
@@ -192,6 +192,6 @@ def write_new(file: Path, text: str) -> None:
         with file.open("x") as opened:
             opened.write(text)
     except FileExistsError as error:
-        raise LocalError(f"{file}: exists already; name another file, or remove it") from error
+        raise LocalError(f"{file} exists already; name another file, or remove it") from error
     except OSError as error:
-        raise LocalError(f"{file}: cannot be written ({error.strerror}); name another file") from error
+        raise LocalError(f"{file} cannot be written ({error.strerror}); name another file") from error

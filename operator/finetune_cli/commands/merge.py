@@ -41,13 +41,13 @@ def check_order(order: MergeOrder) -> None:
     inputs = [("--base", order.base, "config.json"), *adapters]
     for option, directory, file in inputs:
         if not (directory / file).is_file():
-            raise LocalError(f"{option} {directory}: is not a directory with {file}; give one that save_pretrained wrote")
+            raise LocalError(f"{option} {directory} is not a directory with {file}; give one that save_pretrained wrote")
     if order.prompts is not None and not order.prompts.is_file():
-        raise LocalError(f"--prompts {order.prompts}: is not a file; give a text file with a prompt on each line")
+        raise LocalError(f"--prompts {order.prompts} is not a file; give a text file with a prompt on each line")
     if order.prompts is not None and not order.verify:
-        raise LocalError(f"--prompts {order.prompts}: has no effect with --no-verify; leave one of the two out")
+        raise LocalError(f"--prompts {order.prompts} has no effect with --no-verify; leave one of the two out")
     if not re.fullmatch(SIZE_PATTERN, order.max_shard_size):
-        raise LocalError(f"--max-shard-size {order.max_shard_size}: is not a size; write it as in 5GB or 512Mi")
+        raise LocalError(f"--max-shard-size {order.max_shard_size} is not a size; write it as in 5GB or 512Mi")
     if order.quantization is not None:
         try:
             QuantizationSpec.model_validate_json(order.quantization)

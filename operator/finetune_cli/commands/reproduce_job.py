@@ -43,9 +43,9 @@ def reproduce_job(
     """
     job = cluster.job(name)
     if not job.has_ended:
-        raise ClusterError(f"{job.title}: is {job.phase}; wait for its end with `{job.command('wait')}`")
+        raise ClusterError(f"{job.title} is {job.phase}; wait for its end with `{job.command('wait')}`")
     if job.phase != "Succeeded":
-        raise LocalError(f"{job.title}: has ended as {job.phase}, so it has no result to compare with")
+        raise LocalError(f"{job.title} has ended as {job.phase}, so it has no result to compare with")
     new_name = new_name or reproduction_name(job.name)
     again, expected = _made_already(cluster, job, new_name, nodes), None
     if again is None:
@@ -110,7 +110,7 @@ def _compared(cluster: Cluster, job: SeenJob, again: SeenJob, expected: Results 
             if again.has_ended or again.phase == "Stalled"
             else f"`{job.command('reproduce', '--wait')}` waits for its end"
         )
-        raise ClusterError(f"{again.title}: is {again.phase}, so there is nothing to compare with {job.name}; {fix}")
+        raise ClusterError(f"{again.title} is {again.phase}, so there is nothing to compare with {job.name}; {fix}")
     expected = expected or _results(cluster, job)
     results = _results(cluster, again)
     findings += results_differ(expected, results, device_note(expected.devices, results.devices))

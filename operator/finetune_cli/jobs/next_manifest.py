@@ -91,7 +91,7 @@ def parse_change(text: str) -> FieldChange:
     path = path.strip()
     path = path if path.split(".")[0] in ("spec", "metadata") else f"spec.{path}"
     if not sign:
-        raise LocalError(f"--set {text}: is not PATH=VALUE, as in training.maxSteps=20")
+        raise LocalError(f"--set {text} is not of the form PATH=VALUE; give a field and its value, e.g. training.maxSteps=20")
     field = next((known for known in all_fields() if known.kind == JOB_KIND and known.path == path), None)
     # The API does not list the keys of maps, such as the entries of rankPattern or the labels.
     maps = ["metadata.labels", *(known.path for known in all_fields() if known.kind == JOB_KIND and known.takes_any_key)]

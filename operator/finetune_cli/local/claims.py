@@ -38,7 +38,7 @@ def parse_claims(written: Sequence[str]) -> dict[str, Path]:
         name, separator, path = text.partition("=")
         if not separator or not path or not _NAME.match(name):
             raise LocalError(
-                f'--claim {text}: is not NAME=PATH; write the name of a claim and a directory, as in "models=/srv/models"'
+                f"--claim {text} is not of the form NAME=PATH; give a claim name and a directory, e.g. models=/srv/models"
             )
         if name in paths:
             raise LocalError(f"--claim {text}: {name} is already {paths[name]}; give each claim once")

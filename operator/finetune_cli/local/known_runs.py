@@ -73,7 +73,7 @@ def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
     """Find a job that is running. Raises LocalError."""
     run = named_runs(claims, name, namespace)[0]  # a rehearsal of the same job is sorted behind it
     if run.holder is None:
-        raise LocalError(f"{run.title}: is not running", ExitCode.FAILED)
+        raise LocalError(f"{run.title} is not running", ExitCode.FAILED)
     return run
 
 

@@ -114,7 +114,7 @@ def _answer(order: Mapping[str, Any]) -> dict[str, Any]:
     command = trainer_command(_PROGRAM, "--seconds", str(SECONDS))
     ended = answer_of(command, given=json.dumps(order).encode())
     if ended.returncode == -signal.SIGALRM:
-        raise LocalError(f"the first records of the job take more than {SECONDS} s to look at", ExitCode.FAILED)
+        raise LocalError(f"reading the job's first records took more than {SECONDS} s", ExitCode.FAILED)
     if ended.returncode != 0:
         last = ended.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["nothing"]
         fix = "install finetune-operator[trainer,cli]" if "No module named" in last[0] else "report this"

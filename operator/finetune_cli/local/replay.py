@@ -145,7 +145,7 @@ class Replay:
         except OSError as error:
             copied = ", ".join(checkpoints) or "the inputs"
             raise LocalError(
-                f"{self.place.root}: cannot hold a copy of {copied}: {error.strerror or error}; set TMPDIR to a directory "
+                f"{self.place.root} cannot hold a copy of {copied}: {error.strerror or error}; set TMPDIR to a directory "
                 "with room, and let nothing else change the run meanwhile",
                 ExitCode.FAILED,
             ) from error
@@ -168,4 +168,4 @@ class Replay:
         if code is not ExitCode.DONE:
             last = local_run.last
             reason = "" if last is None else f"{last.role} failed: {last.message}{f'; {last.hint}' if last.hint else ''}"
-            raise LocalError(f"{self.plan.job.namespace}/{self.plan.job.name}: could not be run again. {reason}", ExitCode.FAILED)
+            raise LocalError(f"{self.plan.job.namespace}/{self.plan.job.name} could not be run again. {reason}", ExitCode.FAILED)

@@ -155,7 +155,7 @@ def start_fresh(place: RunDirectory) -> None:
         before = read_plan(place)
         if before is None:
             raise LocalError(
-                f"{place.plan}: cannot be read, so it is not known where the last run has its workspace and results; remove them "
+                f"{place.plan} cannot be read, so it is not known where the last run has its workspace and results; remove them "
                 f"and {place.root}, or run without --fresh",
                 ExitCode.FAILED,
             )

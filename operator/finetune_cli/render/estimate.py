@@ -39,7 +39,7 @@ def _job(job: JobEstimate) -> str:
         lines.append(f"  {'limit':20} {format_bytes(limit.bytes):>11}  {limit.source}")
         lines.append(f"  {'fits' if verdict.fits else 'DOES NOT FIT':20} {_difference(estimate.total, limit.bytes):>11}")
     if verdict.choices:
-        lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
+        lines += ["", "  Not set in the manifest, so chosen:", choices_text(verdict.choices)]
     if verdict.alternative is not None:
         lines += ["", f"  It fits with ({format_bytes(verdict.alternative.estimate.total)}):"]
         lines += [f"    {changes_text([change])}" for change in verdict.alternative.changes]

@@ -188,7 +188,7 @@ def summary_text(code: ExitCode, summary: Summary) -> str:
 
 
 def summary_document(summary: Summary) -> dict[str, Any]:
-    """Return the summary as plain data; what does not exist is null."""
+    """Return the summary as plain data; missing values are null."""
     losses = summary.losses
     return {
         "losses": None if losses is None else {"first": losses.first, "last": losses.last, "heldOut": losses.held_out},

@@ -35,7 +35,7 @@ def report_text(report: Report) -> str:
         lines += [finding_text(finding) for finding in verdict.findings]
         # Only an accepted job has choices.
         if verdict.choices:
-            lines += ["", "  Left open by the manifest, and chosen:", choices_text(verdict.choices)]
+            lines += ["", "  Not set in the manifest, so chosen:", choices_text(verdict.choices)]
     return "\n".join([*lines, ""])
 
 

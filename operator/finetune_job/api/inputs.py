@@ -197,11 +197,11 @@ class DataSpec(ApiModel):
 
     source: Source | None = None
     """File or directory of training records: JSON Lines (.jsonl), JSON (.json, a list of records), CSV (.csv), Parquet
-    (.parquet), Arrow (.arrow, as datasets.save_to_disk writes it) or, with Text, .txt. Exactly one of source and datasets."""
+    (.parquet), Arrow (.arrow, as datasets.save_to_disk writes it) or, with Text, .txt. Set exactly one of source and datasets."""
     revision: Revision | None = None
     """Commit of an `hf://` source; required there and not allowed elsewhere."""
     datasets: Annotated[list[Dataset], Field(min_length=1, max_length=64)] | None = None
-    """Several sources with weights. Exactly one of source and datasets."""
+    """Several sources with weights. Set exactly one of source and datasets."""
     split: SplitName | None = None
     """Split of a directory's files that are trained on, if their names contain splits, as in train-00000-of-00002.parquet or
     test/. Unset: train."""

@@ -88,8 +88,8 @@ class WorkspaceSpec(ApiModel):
     """Prepared data, checkpoints, logs and reports."""
 
     claim_name: ClaimName | None = None
-    """An existing claim. Exactly one of claimName and volumeClaimTemplate."""
+    """An existing claim. Set exactly one of claimName and volumeClaimTemplate."""
     volume_claim_template: VolumeClaimTemplate | None = None
-    """A claim created by the operator. Exactly one of claimName and volumeClaimTemplate."""
+    """A claim created by the operator. Set exactly one of claimName and volumeClaimTemplate."""
     retain: RetainPolicy = RetainPolicy.KEEP
     """Whether a claim created from the template outlives the job."""

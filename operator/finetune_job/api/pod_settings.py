@@ -106,7 +106,7 @@ class Affinity(ApiModel):
 
 
 class PodResourceClaim(ApiModel):
-    """Devices of dynamic resource allocation, as in a PodSpec. The container gets every claim in the list."""
+    """A claim for devices (Dynamic Resource Allocation), as in a PodSpec. The container gets every claim in the list."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", max_length=63)]
     """Name inside the pod."""
@@ -166,7 +166,7 @@ class PodSettings(ApiModel):
     extra_resources: Amounts | None = None
     """Further resources of each pod, such as `rdma/hca: "1"`."""
     resource_claims: Annotated[list[PodResourceClaim], Field(max_length=8), AfterValidator(_no_name_twice)] | None = None
-    """Devices of dynamic resource allocation."""
+    """Claims for devices (Dynamic Resource Allocation)."""
     env: Annotated[list[NetworkVariable], Field(max_length=64), AfterValidator(_no_name_twice)] | None = None
     """Environment variables for the communication libraries of the ranks: NCCL, Gloo, UCX, libfabric, verbs."""
     queue_name: ObjectName | None = None

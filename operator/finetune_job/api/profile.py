@@ -213,7 +213,7 @@ class NetworkSettings(ApiModel):
 
 
 class JobLimits(ApiModel):
-    """The most that one job may ask for. Unset: no limit."""
+    """The most that one job may request. Unset: no limit."""
 
     nodes: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Maximum number of pods of the gang."""
@@ -271,7 +271,7 @@ class FineTuneProfileSpec(ApiModel):
     namespace_selector: NamespaceSelector | None = None
     """Labels that a namespace needs, besides passing `allowedNamespaces`, for its jobs to name this profile. Unset: none."""
     limits: JobLimits = JobLimits.model_construct()
-    """The most that one job may ask for."""
+    """The most that one job may request."""
     max_active_jobs: Annotated[int, Field(ge=1, le=100_000)] | None = None
     """Maximum number of active jobs in one namespace; the others wait, and the oldest starts first. Unset: no limit."""
     force_delete_pods_of_lost_nodes: bool = False

@@ -44,7 +44,7 @@ class FineTuneProfileStatus(StatusModel):
 
 
 class PlanChoice(StatusModel):
-    """A value that the manifest left open and the plan fixed."""
+    """A value that the manifest left unset and the plan fixed."""
 
     field: Text
     value: Text
@@ -65,7 +65,7 @@ class PlanStatus(StatusModel):
     data_hash: Text = ""
     """Digest of the prepared data, computed by preflight."""
     choices: list[PlanChoice] = Field(default_factory=list, max_length=64)
-    """Values chosen for settings that the manifest left open."""
+    """Values chosen for settings that the manifest left unset."""
 
 
 class MemoryStatus(StatusModel):

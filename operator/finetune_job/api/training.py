@@ -60,9 +60,9 @@ class TrainingSpec(ApiModel):
     """Optimisation: optimizer, schedule and batches."""
 
     epochs: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Passes over the data. Exactly one of epochs and maxSteps."""
+    """Passes over the data. Set exactly one of epochs and maxSteps."""
     max_steps: Annotated[int, Field(ge=1, le=100_000_000)] | None = None
-    """Optimizer steps. Exactly one of epochs and maxSteps."""
+    """Optimizer steps. Set exactly one of epochs and maxSteps."""
     global_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """Sequences per optimizer step, over all ranks. Unset: 16, or the next number that splits evenly over ranks and
     micro-batches; if the data make fewer sequences, preflight chooses the largest such number that they fill."""

@@ -152,7 +152,7 @@ def _declared_severity(identifier: str) -> Severity | Literal["either"]:
     entry = entries().get(identifier)
     if entry is not None:
         return entry.severity
-    # Import late: loading the rules takes a tenth of a second, which processes that prepare data must not spend.
+    # Imported here because loading the rules takes a tenth of a second, which processes that prepare data must not spend.
     from finetune_job.rules.book import rule_by_id
 
     rule = rule_by_id(identifier)

@@ -1,4 +1,4 @@
-"""The record of chosen values: each value that the manifest leaves open and the plan or preflight chooses, with the reason.
+"""The record of chosen values: each value that the manifest leaves unset and the plan or preflight chooses, with the reason.
 
 `resolve` creates one `Choices` per plan and passes it to inputs.py, resolve_model.py and resolve_training.py. The collected
 choices become `RunPlan.choices`, which status, `finetune validate` and the report of a run show.
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Collects the choices of values that the manifest leaves open."""
+    """Collects the choices of values that the manifest leaves unset."""
 
     def __init__(self) -> None:
         self.made: list[Choice] = []

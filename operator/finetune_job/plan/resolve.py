@@ -1,6 +1,6 @@
 """Resolves spec, profile and defaults to a RunPlan.
 
-Every value that the user left open is chosen once and recorded, here or in `inputs`, `resolve_model` and `resolve_training`.
+Every value that the user left unset is chosen once and recorded, here or in `inputs`, `resolve_model` and `resolve_training`.
 Below `resolve` are its helpers: they resolve the merge, the destinations of results and the placement of pods.
 """
 
@@ -95,7 +95,7 @@ def resolve(
 
 
 def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Attention:
-    """Resolve the attention. Preflight chooses it by the model's structure if the manifest leaves it open."""
+    """Resolve the attention. Preflight chooses it by the model's structure if the manifest leaves it unset."""
     if not on_gpu:
         return choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart")
     reason = "preflight chooses: varlen if the model's attention can be computed document by document, else sdpa"

@@ -93,7 +93,7 @@ def _sorted_mapping(value: Any) -> Any:
 
 
 def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
-    """Resolve the packing of the base; `choices` collects the values that were left open."""
+    """Resolve the packing of the base; `choices` collects the values that were left unset."""
     return QuantizationPlan(
         bits=quantization.bits,
         quant_type=choices.pick(

@@ -92,7 +92,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath,
 
 
 def _precision(spec: FineTuneJobSpec, choices: Choices) -> Precision | None:
-    """Resolve the precision. Preflight chooses it from the type of the base if the manifest leaves it open."""
+    """Resolve the precision. Preflight chooses it from the type of the base if the manifest leaves it unset."""
     mixed = spec.parallelism.fsdp.mixed_precision
     if mixed is not None and mixed.param_dtype is not None:
         return spec.training.precision

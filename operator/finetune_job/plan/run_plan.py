@@ -3,7 +3,7 @@
 Numbers that are strings in the spec are floats here, because programs compute with them; JSON written by Python reads back to the
 same float. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its report.
 A field's default is the behaviour of releases without that field; `resolve` sets every field, and choices.py records those that
-the user left open.
+the user left unset.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class JobIdentity(PlanModel):
 
 
 class AddedTokenPlan(PlanModel):
-    """A token that the tokenizer does not have."""
+    """A token that the job adds to the tokenizer."""
 
     content: str
     special: bool = False
@@ -208,7 +208,7 @@ class MergePlanSettings(MergeSwitch):
 
 
 class Choice(PlanModel):
-    """A value that the user left open and the plan or preflight fixed."""
+    """A value that the user left unset and the plan or preflight fixed."""
 
     field: str
     value: Any

@@ -89,7 +89,7 @@ def assistant_loss_without_chat(context: RuleContext) -> Problem | None:
     instead = LossOn.ALL if data.format is DataFormat.TEXT else LossOn.COMPLETION
     return Problem(
         value=data.loss_on,
-        message=f"records of format {data.format} have no turns, so the loss would count every token, a prompt's included",
+        message=f"records of format {data.format} have no turns, so the loss would count every token, including the prompt's",
         fix=f"set {_LOSS_ON}: {instead}, or {_FORMAT}: Chat if the records hold messages",
         changes={_LOSS_ON: instead},
     )
@@ -154,7 +154,7 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
     wrong = [name for name in fields if name not in OF_FORMAT[data.format]]
     message = f"records of format {data.format} do not have this part"
     if not wrong and "messages" in fields and makes_chats_of_pairs(data.mapping, data.format):
-        wrong, message = ["messages"], "prompt and completion are also mapped, but a chat is made either of them or of messages"
+        wrong, message = ["messages"], "prompt and completion are mapped too, but a chat comes from those two or from messages"
     if not wrong:
         return None
     # A preset is for one format; other fields may belong to another format.

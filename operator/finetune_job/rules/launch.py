@@ -157,7 +157,7 @@ def _over(limit: str, field: str, value: Any, most: Any, changes: dict[str, Any]
     return Problem(
         field=field,
         value=value,
-        message=f"limits.{limit} of the profile: at most {most}; the job asks for {asked or format_value(value)}",
-        fix=f"set {written}, or ask for a profile that allows more",
+        message=f"limits.{limit} of the profile: at most {most}; the job requests {asked or format_value(value)}",
+        fix=f"set {written}, or use a profile that allows more",
         changes=changes,
     )

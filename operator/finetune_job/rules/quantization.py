@@ -17,7 +17,7 @@ _QUANTIZATION = "method.quantization"
 _TYPE = "method.type"
 _BITS = f"{_QUANTIZATION}.bits"
 _STORAGE = f"{_QUANTIZATION}.quantStorage"
-_DESTROYED = 'would be converted to {} as if they were numbers, which destroys them: "shape ... is invalid for input of size ..."'
+_DESTROYED = 'would be cast to {} like ordinary numbers, which destroys them: "shape ... is invalid for input of size ..."'
 
 
 @rule("quantization-without-qlora")

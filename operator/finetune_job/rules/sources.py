@@ -206,10 +206,7 @@ def source_not_allowed(context: RuleContext) -> Problem | None:
     ]
     listed = ", ".join(allowed) or "no source outside the cluster"
     return _problem(
-        context,
-        edits,
-        f"fetch.allowedSources of the profile: {listed}",
-        "copy it to a claim, or ask for a profile that allows it",
+        context, edits, f"fetch.allowedSources of the profile: {listed}", "copy it to a claim, or use a profile that allows it"
     )
 
 

@@ -45,7 +45,7 @@ FSDP_FIELDS = (
         "activationCheckpointing",
         "activation_checkpointing",
         (),
-        "recomputation is asked for in training.activationCheckpointing",
+        "recomputation is set in training.activationCheckpointing",
         quiet=(False,),
         instead={"training.activationCheckpointing": "Full"},
     ),

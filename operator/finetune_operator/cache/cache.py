@@ -143,7 +143,7 @@ class Cache:
         """Record that a live read no longer found the object."""
         known = self._objects[kind].get(uid)
         if known is not None:
-            # A list that was begun before the deletion must not bring this state back.
+            # A list requested before the deletion must not bring this state back.
             self.bury(kind, known, known.key.version + 1)
 
     def bury(self, kind: Kind, cached: CachedObject, list_version: int = 0) -> set[JobKey]:

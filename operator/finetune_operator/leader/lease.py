@@ -51,7 +51,7 @@ class Elector:
         self._lease: Document | None = None
         """The Lease as we last wrote it, so a renewal needs no read."""
         self._renewed = -math.inf
-        """When the last successful renewal was begun, not when its answer came: other replicas count from the write."""
+        """When the last successful renewal was sent, not when the response arrived: other replicas count from the write."""
         self._seen: tuple[object, float] | None = None
         """The record of the other holder, and when this replica first saw it."""
 
@@ -102,7 +102,7 @@ class Elector:
         self._lease = None
         try:
             async with asyncio.timeout(self._timing.renew_deadline):
-                # Read the lease first: a renewal may have been written although it was cancelled before its answer came.
+                # Read the lease first: a renewal may have been written although it was cancelled before its response arrived.
                 lease = await self._store.read()
                 if lease is not None and _holder(lease) == self._identity:
                     spec = lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}

@@ -61,7 +61,7 @@ NO_NOTES = JobNotes()
 
 
 class TemplateClaim(Enum):
-    """Whether a job can use an existing claim that has the name of the claim from its template."""
+    """Whether a job can use an existing claim with the name that its template would create."""
 
     USABLE = auto()
     VANISHING = auto()

@@ -95,7 +95,7 @@ class LiveReads:
             await self._live_pod(key, item)
             for key, item in await self._list(PODS, job.namespace, field_selector=STILL_RUNS)
             if (key.owner_uid in known or (labelled_job_uid(item) == job.uid and _may_be_ours(key)))
-            # Some servers return more than the field selector asks for.
+            # Some servers return more than the field selector selects.
             and Fields(item).at("status").text("phase", 32) not in ("Succeeded", "Failed")
         ]
         by_name = attrgetter("name")

@@ -120,7 +120,7 @@ class Checkpoints:
             )
 
     def due(self, step: int, interval_for_losses: float | None = None) -> bool:
-        """Whether the plan asks for a checkpoint here; the same on all ranks. All ranks call this once after each step.
+        """Whether the plan requires a checkpoint here; the same on all ranks. All ranks call this once after each step.
 
         interval_for_losses: seconds between saves, used if the plan's interval is adaptive.
 

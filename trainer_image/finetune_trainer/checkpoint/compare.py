@@ -77,7 +77,7 @@ def _checkpoint_tensors(directory: Path) -> _Tensors:
         for header in read_header(directory / file.name):
             name = header.name.partition("/")[2]
             if name not in starts:
-                raise CheckpointError(f"{directory / file.name}: holds {header.name}, which the manifest does not list")
+                raise CheckpointError(f"{directory / file.name} holds {header.name}, which the manifest does not list")
             parts.setdefault(header.name, []).append(_Part(starts[name], header))
     return {name: sorted(parts_of_tensor, key=lambda part: part.start) for name, parts_of_tensor in parts.items()}
 

@@ -102,7 +102,7 @@ def load(directory: Path, manifest: Manifest, ranges: list[ParameterRange], opti
             for kind in kinds:
                 reader.read_into(kind, piece.name, piece.start, piece.values(kind, optimizer))
     if reader.names != {piece.name for piece in ranges}:
-        raise CheckpointError(f"{directory}: holds parameters other than those that are trained: {sorted(reader.names)[:3]}...")
+        raise CheckpointError(f"{directory} holds parameters other than those that are trained: {sorted(reader.names)[:3]}...")
     restore_count(optimizer, manifest.optimizer)
 
 
@@ -156,7 +156,7 @@ class RangeReader:
         """Raise CheckpointError if the parameter is not stored in this shape."""
         stored: Mapping[str, list[tuple[str, RangeEntry]]] = self._stored
         if name not in stored or self.form(name)[0] != shape:
-            raise CheckpointError(f"{self._directory}: holds no {name} of shape {shape}")
+            raise CheckpointError(f"{self._directory} holds no {name} of shape {shape}")
 
     def whole(self, name: str) -> torch.Tensor:
         """Read the values of one parameter. Raises CheckpointError."""

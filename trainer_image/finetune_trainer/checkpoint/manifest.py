@@ -134,10 +134,10 @@ def decode_manifest(encoded: bytes) -> Manifest:
         body = json.loads(encoded)
         announced = body.pop("sha256")
         if announced != _digest(body) or encoded != _canonical({**body, "sha256": announced}):
-            raise CheckpointError(f"{MANIFEST}: was changed after it was written")
+            raise CheckpointError(f"{MANIFEST} was changed after it was written")
         return Manifest.model_validate(body)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, ValidationError) as error:
-        raise CheckpointError(f"{MANIFEST}: cannot be read ({type(error).__name__}: {error})") from error
+        raise CheckpointError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
@@ -148,32 +148,32 @@ def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
     try:
         manifest = decode_manifest(read_own(directory / MANIFEST))
     except OSError as error:
-        raise CheckpointError(f"{directory / MANIFEST}: cannot be read ({error})") from error
+        raise CheckpointError(f"{directory / MANIFEST} cannot be read ({error})") from error
     if directory.name != checkpoint_name(manifest.step):
-        raise CheckpointError(f"{directory}: holds the checkpoint of step {manifest.step}, but is named for another step")
+        raise CheckpointError(f"{directory} holds the checkpoint of step {manifest.step}, but is named for another step")
     if origin is not None:
         _check_origin(directory, manifest.origin, origin)
     if [entry.name for entry in manifest.files] != [rank_file(rank) for rank in range(manifest.world_size)]:
-        raise CheckpointError(f"{directory}: does not list one file for each of {manifest.world_size} ranks")
+        raise CheckpointError(f"{directory} does not list one file for each of {manifest.world_size} ranks")
     for entry in manifest.files:
         path = directory / entry.name
         # Links are refused, because the target of a link may change after it was verified.
         size = path.stat().st_size if path.is_file() and not path.is_symlink() else None
         if size != entry.size:
             raise CheckpointError(
-                f"{path}: " + ("is missing" if size is None else f"has {size} bytes, but {entry.size} were written")
+                f"{path} " + ("is missing" if size is None else f"has {size} bytes, but {entry.size} were written")
             )
     return manifest
 
 
 def _check_origin(directory: Path, stored: Origin, origin: Origin) -> None:
     if stored.learning_sha256 != origin.learning_sha256:
-        raise ForeignCheckpointError(f"{directory}: belongs to run {stored.learning_sha256}, not to {origin.learning_sha256}")
+        raise ForeignCheckpointError(f"{directory} belongs to run {stored.learning_sha256}, not to {origin.learning_sha256}")
     if stored.data_hash != origin.data_hash:
-        raise CheckpointError(f"{directory}: was trained on data {stored.data_hash}, but {origin.data_hash} is prepared")
+        raise CheckpointError(f"{directory} was trained on data {stored.data_hash}, but {origin.data_hash} is prepared")
     if stored.first_values != origin.first_values:
         raise CheckpointError(
-            f"{directory}: was trained from first values {stored.first_values}, but {origin.first_values} were computed"
+            f"{directory} was trained from first values {stored.first_values}, but {origin.first_values} were computed"
         )
 
 
@@ -181,7 +181,7 @@ def verify_file(directory: Path, entry: FileEntry) -> None:
     """Compare the file's digest with its entry. Raises CheckpointError."""
     sha256 = file_sha256(directory / entry.name)
     if sha256 != entry.sha256:
-        raise CheckpointError(f"{directory / entry.name}: has sha256 {sha256}, but {entry.sha256} was written")
+        raise CheckpointError(f"{directory / entry.name} has sha256 {sha256}, but {entry.sha256} was written")
 
 
 def _canonical(value: dict[str, object]) -> bytes:

@@ -280,6 +280,6 @@ def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
     with open_regular(documents_file(result)) as file:
         size = os.fstat(file.fileno()).st_size
         if size != num_documents * DOCUMENT_TYPE.itemsize:
-            raise PartFilesError(f"{documents_file(result)}: has {size} bytes, which are not {num_documents} documents")
+            raise PartFilesError(f"{documents_file(result)} has {size} bytes, which are not {num_documents} documents")
         while block := file.read(READ_DOCUMENTS * DOCUMENT_TYPE.itemsize):
             yield np.frombuffer(block, dtype=DOCUMENT_TYPE)

@@ -135,7 +135,7 @@ _RECORD_MEANINGS: Mapping[str, _Meaning] = {
     **dict.fromkeys(
         _REWARDS,
         _Meaning(
-            "rates the answer, but this product learns all answers alike",
+            "rates the answer, but training here gives every answer the same weight",
             "train with a tool for rewards, such as TRL's GRPOTrainer; to imitate good answers, keep these records alone",
         ),
     ),
@@ -175,7 +175,7 @@ def unread_keys(
 
 
 def _is_followed(key: str, value: Any) -> bool:
-    """Whether the product already does what this value asks for."""
+    """Whether the product already does what this value requests."""
     return (key in _FLAGS and _share(value) == 1) or (key == _ROLE_MASK and isinstance(value, str))
 
 

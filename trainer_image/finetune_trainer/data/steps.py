@@ -26,7 +26,7 @@ def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, g
 
 
 def fit_batch(plan: RunPlan, num_sequences: int, made: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Add the global batch, if the plan leaves it open, to the choices `made`; a chosen micro-batch then divides its share."""
+    """Add the global batch, if the plan leaves it unset, to the choices `made`; a chosen micro-batch then divides its share."""
     if not plan.leaves_open(GLOBAL_BATCH_FIELD):
         return made
     usual, reason = plan.training.global_batch_size, "the usual one"

@@ -338,7 +338,7 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[l
 def _backend(tokenizer: Tokenizer) -> Any:
     """The tokenizer inside transformers' wrapper. For short records, the wrapper takes half of the time."""
     backend = tokenizer.backend_tokenizer
-    # tokenizer.json may ask for truncation and padding. The wrapper also turns them off on each call.
+    # tokenizer.json may enable truncation and padding. The wrapper also turns them off on each call.
     backend.no_truncation()
     backend.no_padding()
     return backend

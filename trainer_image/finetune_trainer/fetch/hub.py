@@ -99,7 +99,7 @@ class HubRepository:
             return self._refusal(f"{self._shown}: access is refused (HTTP status {status})", self._access_hint())
         if status in ABSENT:
             return self._refusal(
-                f"{self._shown}: does not exist (HTTP status {status})",
+                f"{self._shown} does not exist (HTTP status {status})",
                 f"correct the name or the revision; the Hub hides private repositories, so otherwise {self._access_hint()}",
             )
         return SourceUnavailableError(f"{self._shown}: HTTP status {status}", "try again later")

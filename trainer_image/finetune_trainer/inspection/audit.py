@@ -125,7 +125,7 @@ def _base(context: RunContext, report: ModelReport | None) -> Iterator[Finding]:
     known = {} if report is None else report.model_files
     if not known:
         message = "preflight recorded no digests of the base model's weights, since the job merges nothing"
-        fix = "Nothing needs to change: computing steps again shows whether the base was changed"
+        fix = "No action needed: recomputing steps shows whether the base was changed"
         yield not_proven(field, value, message, fix)
     for name, sha256 in known.items():
         path = context.base_model / name

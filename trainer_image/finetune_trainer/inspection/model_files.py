@@ -85,7 +85,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             findings.append(_finding("model-shard-broken", name, f"{name}: its header is malformed ({error!r})", COPY_AGAIN))
         except OSError as error:
-            message = f"{name}: cannot be read ({error.strerror})"
+            message = f"{name} cannot be read ({error.strerror})"
             findings.append(_finding("model-shard-broken", name, message, "copy it again, readable"))
     if index is not None and len(headers) == len(names):
         findings += _index_problems(index, headers)
@@ -133,7 +133,7 @@ def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tup
             message = f"{INDEX_FILE}: {outside[0]!r} points outside the model"
             findings.append(_finding("model-index-broken", outside[0], message, "copy it again"))
         elif index is not None:
-            findings.append(_finding("model-index-broken", INDEX_FILE, f"{INDEX_FILE}: holds no weight_map", "copy it again"))
+            findings.append(_finding("model-index-broken", INDEX_FILE, f"{INDEX_FILE} holds no weight_map", "copy it again"))
     elif single.exists():
         return [SINGLE_FILE], None
     elif pickled := sorted(path.name for path in directory.iterdir() if path.suffix in PICKLED_SUFFIXES):
@@ -154,7 +154,7 @@ def _index_problems(index: Mapping[str, str], headers: Mapping[str, list[TensorH
     fix = "copy index and shards of the same save"
     findings = []
     if absent:
-        message = f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, first {absent[0]}"
+        message = f"{INDEX_FILE} places {len(absent)} tensors in files that do not hold them, such as {absent[0]}"
         findings.append(_finding("model-index-broken", absent[0], message, fix))
     if extra:
         message = f"{file_of[extra[0]]} holds {extra[0]}, which {INDEX_FILE} does not list ({len(extra)} such tensors)"

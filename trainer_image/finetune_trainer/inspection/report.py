@@ -48,7 +48,7 @@ class ModelStructure:
     trains_input_rows_alone: bool = False
     """Whether rows of the input embedding are trained that the head does not share. They learn only where their token is read."""
     batches: tuple[Choice, ...] = ()
-    """The choices of precision, attention, micro-batch and recomputation that the plan leaves open."""
+    """The choices of precision, attention, micro-batch and recomputation that the plan leaves unset."""
     padding_row: int | None = None
     """Row of the input embedding that gets no gradient from torch (`padding_idx`)."""
 

@@ -70,7 +70,7 @@ def _incomplete(info: dict[str, Any]) -> Iterator[Finding]:
     for kind, reason in (("missing_keys", "are in none of the files"), ("mismatched_keys", "have another shape in the files")):
         names = sorted(str(key[0]) if isinstance(key, tuple) else str(key) for key in info[kind])
         if names:
-            message = f"{len(names)} weights that config.json asks for {reason}, first {', '.join(names[:3])}"
+            message = f"{len(names)} weights that config.json calls for {reason}; the first are {', '.join(names[:3])}"
             yield _finding(names[0], message, f"{fix}; these weights would start at random")
     errors = info.get("error_msgs") or info.get("conversion_errors")
     if errors:

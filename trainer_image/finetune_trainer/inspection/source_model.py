@@ -41,7 +41,7 @@ def _is_kept(expected: Checkpoint, actual: Checkpoint, name: str, added: AddedTo
 
 
 def _kept_spans(tensor: TensorHeader, left_out: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """Yield the byte ranges of a tensor that remain without the rows `left_out`."""
+    """Yield the byte ranges of a tensor, leaving out the rows `left_out`."""
     if not left_out or not tensor.num_bytes:
         yield 0, tensor.num_bytes
         return

@@ -75,21 +75,21 @@ def with_saved_vocabulary(model: StoredModel, adapters: Sequence[Mapping[str, Te
             num_rows, num_stored = tensor.shape[0], parameter.shape[0]
             if num_rows < num_stored:
                 raise AdapterTensorError(
-                    f"adapter tensor {tensor.name}: has {num_rows} rows, the base model has {num_stored}: the vocabulary was "
+                    f"adapter tensor {tensor.name} has {num_rows} rows, the base model has {num_stored}: the vocabulary was "
                     "made smaller in training. Many models have more rows than their tokenizer has tokens, and "
                     "resize_token_embeddings(len(tokenizer)) removes the extra rows. Call it only if len(tokenizer) is more "
                     f"than {num_stored}, and train again; or use the smaller model as the base."
                 )
             if num_rows > max(MAX_ROWS, num_stored):
                 raise AdapterTensorError(
-                    f"adapter tensor {tensor.name}: has {num_rows} rows, one for each token; at most {MAX_ROWS} are supported. "
+                    f"adapter tensor {tensor.name} has {num_rows} rows, one for each token; at most {MAX_ROWS} are supported. "
                     "Resize the embeddings to the number of tokens that the tokenizer has."
                 )
             saved.setdefault(parameter.path, tensor)
             first = next(iter(saved.values()))
             if tensor.shape[0] != first.shape[0]:
                 raise AdapterTensorError(
-                    f"adapter tensor {tensor.name}: has {tensor.shape[0]} rows, but {first.name} has {first.shape[0]}. Tensors "
+                    f"adapter tensor {tensor.name} has {tensor.shape[0]} rows, but {first.name} has {first.shape[0]}. Tensors "
                     "with a row for each token must have the same number of rows: call resize_token_embeddings once, before "
                     "get_peft_model, and train again."
                 )

@@ -103,9 +103,9 @@ def absent_in_base(name: str, path: str) -> AdapterTensorError:
     module = path.rpartition(".")[0]
     if module.rpartition(".")[2] in CLASSIFIER_HEADS:
         return AdapterTensorError(
-            f"adapter tensor {name}: is the output layer of a classifier, which a language model does not have, so there is "
-            "nothing to merge it into. Merge such an adapter with PEFT: load the base with "
-            "AutoModelForSequenceClassification or the class of its task, then PeftModel.from_pretrained and merge_and_unload."
+            f"adapter tensor {name} belongs to a classifier's output layer, which a language model does not have, so there is "
+            "nothing to merge it into. Merge it with PEFT: load the base with AutoModelForSequenceClassification (or the "
+            "AutoModel class for the adapter's task), then PeftModel.from_pretrained and merge_and_unload."
         )
     return AdapterTensorError(
         f"adapter tensor {name}: the base model has no parameter {path}. The adapter was trained on another model or another "
@@ -126,5 +126,5 @@ def _duplicate(first: TensorHeader, second: TensorHeader) -> AdapterTensorError:
 
 def _unnamed(name: str) -> AdapterTensorError:
     return AdapterTensorError(
-        f"adapter tensor {name}: is not named as PEFT saves LoRA adapters. Save the adapter with PEFT's save_pretrained."
+        f"adapter tensor {name} is not named as PEFT saves LoRA adapters. Save the adapter with PEFT's save_pretrained."
     )

@@ -88,7 +88,7 @@ def plan_merge(
         # The code expects the types that PEFT writes. A setting of another type fails where it is used.
         files = ", ".join(str(adapter / ADAPTER_CONFIG_FILE) for adapter in adapters)
         raise UnsupportedAdapterError(
-            f"{files}: holds a value of a kind that PEFT does not write ({type(error).__name__}: {str(error)[:300]}). "
+            f"a value in {files} is of a kind that PEFT does not write ({type(error).__name__}: {str(error)[:300]}). "
             "Use the file that was saved with the adapter."
         ) from error
 
@@ -233,7 +233,7 @@ def _is_copy(tensor: TensorHeader, original: TensorHeader | None, part: str) -> 
         return False
     if part not in _TRANSPOSED:
         return have_same_values(tensor, original)
-    # Imported only for a comparison: without one, a merge starts to copy bytes before torch is imported.
+    # Imported here, so that a merge without this comparison does not wait for torch.
     import torch
 
     from finetune_trainer.merge.sources import Sources
@@ -282,7 +282,7 @@ class MergeInputs:
                 is_same &= name not in self.base_weights or _fingerprint(path) == digests[name]
             except (OSError, BrokenCheckpointError) as error:
                 raise InputChangedError(
-                    f"{path}: can no longer be read ({error}). Keep the inputs until the merge is done."
+                    f"{path} can no longer be read ({error}). Keep the inputs until the merge is done."
                 ) from error
             if not is_same:
                 raise InputChangedError(
@@ -297,7 +297,7 @@ def _state(path: Path) -> tuple[int, int]:
     except FileNotFoundError as error:
         raise BrokenCheckpointError(f"{path}: the file is missing. Fetch or save it again.") from error
     except OSError as error:
-        raise BrokenCheckpointError(f"{path}: cannot be read ({error.strerror}). Fetch or save it again.") from error
+        raise BrokenCheckpointError(f"{path} cannot be read ({error.strerror}). Fetch or save it again.") from error
     return status.st_size, status.st_mtime_ns
 
 

@@ -162,7 +162,7 @@ def _write(
         finally:
             for file in shards.values():
                 file.close()
-        # Imported late, because bytes are copied before torch is imported.
+        # Imported here, so that copying bytes does not wait for torch.
         from finetune_trainer.merge.effect import has_effect
 
         if not has_effect({shard: file.path for shard, file in shards.items()}, read_checkpoint(options.base)):

@@ -89,7 +89,7 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
     _add_tokens(tokens, model, config, result)
     if own and not CHANGED_PARAMETERS[method]:
         name = next(iter(next(iter(own.values()))))
-        raise AdapterTensorError(f"adapter tensor {name}: is not a part of a {method} adapter.")
+        raise AdapterTensorError(f"adapter tensor {name} is not a part of a {method} adapter.")
     if shared and not own:
         raise AdapterTensorError(
             f"the adapter holds {next(iter(shared))}, but no tensor of a module. Save the adapter again from all ranks."

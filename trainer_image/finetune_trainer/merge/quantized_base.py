@@ -1,6 +1,6 @@
 """Finds which weights of a base a QLoRA training quantized, and how, for a merge into the dequantized weights.
 
-`merge.base: Dequantized` asks for such a merge. transformers' own rules decide which layers bitsandbytes replaces; the model is
+`merge.base: Dequantized` selects such a merge. transformers' own rules decide which layers bitsandbytes replaces; the model is
 built without weights to apply them. Only such a merge imports this module, because it imports transformers.
 """
 
@@ -59,7 +59,7 @@ def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantizatio
         tensor = stored.own_tensor(path)
         if tensor is None:
             raise UnsupportedBaseError(
-                f"base parameter {path}: was quantized in training, but is not stored as a tensor of its own. Set merge.base to "
+                f"base parameter {path} was quantized in training, but is not stored as a tensor of its own. Set merge.base to "
                 "Original."
             )
         tensors[tensor.name] = replace(quantization, is_transposed=is_transposed)

@@ -39,7 +39,7 @@ class Sources:
             count = read_some(self._descriptors[tensor.file], target, tensor.offset + first_byte)
         if count < len(target):
             raise BrokenCheckpointError(
-                f"{tensor.file}: ended inside tensor {tensor.name} while it was read: {len(target) - count} of "
+                f"{tensor.file} ended inside tensor {tensor.name} while it was read: {len(target) - count} of "
                 f"{tensor.num_bytes} bytes are missing. Fetch or save the file again."
             )
         with self._counting:
@@ -47,7 +47,7 @@ class Sources:
 
     def tensor(self, header: TensorHeader) -> torch.Tensor:
         """Read a whole tensor in its own dtype and shape."""
-        # Imported late, because bytes are copied before torch is imported.
+        # Imported here, so that copying bytes does not wait for torch.
         import torch
 
         from finetune_trainer.weights.rounding import READ_DTYPES

@@ -67,17 +67,17 @@ def complete_manifest(output: Path, plan_sha256: str) -> dict[str, Any] | None:
     if not output.exists():
         return None
     if not (output / MANIFEST_FILE).exists():
-        raise OutputExistsError(f"{output}: exists and was not written by a merge. Remove it or choose another output.")
+        raise OutputExistsError(f"{output} exists and was not written by a merge. Remove it or choose another output.")
     manifest = read_json(output / MANIFEST_FILE)
     if manifest.get("plan_sha256") != plan_sha256:
         raise OutputExistsError(
-            f"{output}: holds a merge of other inputs or options (plan {manifest.get('plan_sha256')}, now {plan_sha256}). "
+            f"{output} holds a merge of other inputs or options (plan {manifest.get('plan_sha256')}, now {plan_sha256}). "
             "Remove it or choose another output."
         )
     for entry in manifest["files"]:
         path = output / entry["name"]
         if not path.is_file() or path.stat().st_size != entry["num_bytes"]:
-            raise OutputExistsError(f"{path}: is missing, or its size differs from manifest.json. Remove {output}.")
+            raise OutputExistsError(f"{path} is missing, or its size differs from manifest.json. Remove {output}.")
     return manifest
 
 

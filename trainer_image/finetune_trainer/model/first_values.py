@@ -47,11 +47,11 @@ _RUN = "learning_sha256"
 def ensure_first_values(plan: RunPlan, base_model: Path, path: Path, start: Path | None = None) -> str:
     """Return the SHA-256 of the file `path` with this run's first values, which is written if it is missing.
 
-    start: a checkpoint of another run whose parameters this run begins with. They count from that run's first values, which are
-    taken over. Memory holds the adapter and one whole weight at a time. Raises ModelError, CheckpointError, OSError.
+    At most the adapter and one whole weight are in memory. start: a checkpoint of another run, from whose parameters this run
+    begins. They are relative to that run's first values, which are copied to `path`. Raises ModelError, CheckpointError, OSError.
     """
     if start is not None:
-        _take_over(start, path)
+        _copy_from(start, path)
     elif _run_of(path) != learning_sha256(plan):
         tensors = _decomposed(plan, base_model)
         # A single entry, since safetensors writes several in any order, and equal values must have equal digests.
@@ -59,7 +59,7 @@ def ensure_first_values(plan: RunPlan, base_model: Path, path: Path, start: Path
     return file_sha256(path)
 
 
-def _take_over(start: Path, path: Path) -> None:
+def _copy_from(start: Path, path: Path) -> None:
     """Copy the first values of the run with the checkpoint `start` to `path`, unless they are there.
 
     A start that is gone is not missed once they are there.

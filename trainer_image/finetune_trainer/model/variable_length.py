@@ -138,7 +138,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
 def _kernel(device_type: str) -> Callable[..., Any]:
     if device_type == "cpu":
         return by_document
-    # Imported only here, because a CPU does not need it.
+    # Imported here because the CPU does not use it.
     from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn

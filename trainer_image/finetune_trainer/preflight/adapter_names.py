@@ -188,7 +188,7 @@ def check_left_out(seen: ModelInspection) -> list[Finding]:
     weights = [f"{ending}.weight" for ending in endings]
     taken = (
         f"{', '.join(endings)}: PEFT takes these names for the stacked experts of this architecture, so {len(unadapted)} linear "
-        f"layers with such names get no adapter, first {unadapted[0]}"
+        f"layers with such names get no adapter, such as {unadapted[0]}"
     )
     field = f"{_FIELD}.targetParameters"
     wanted = list(dict.fromkeys([*lora.target_parameters, *weights]))

@@ -65,7 +65,7 @@ def _start(order: BaseOrder) -> Child:
 
 
 def chosen_rows(seen: Inspection) -> Iterable[Choice]:
-    """Yields the choice of trained rows if the plan leaves it open."""
+    """Yields the choice of trained rows if the plan leaves it unset."""
     lora = seen.plan.method.lora
     if lora is not None and seen.plan.leaves_open(TRAINED_ROWS_FIELD):
         yield Choice(field=TRAINED_ROWS_FIELD, value=list(lora.trainable_token_indices), reason=f"the rows of {FIELD}")

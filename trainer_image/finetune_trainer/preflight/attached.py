@@ -59,7 +59,7 @@ def _without_values(model: PeftModel, field: str) -> Iterator[Finding]:
     """Reports settings with which all trained tensors are empty, such as blocks of one channel, which cannot be rotated."""
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if trained and not any(parameter.numel() for parameter in trained.values()):
-        reason = f"all {len(trained)} trained tensors are empty, first {next(iter(trained))}: the job would learn nothing"
+        reason = f"all {len(trained)} trained tensors, such as {next(iter(trained))}, are empty: the job would learn nothing"
         yield make_finding(
             "adapter-without-values", field=field, value="0 values", message=reason, fix="choose larger ranks or blocks"
         )
@@ -318,7 +318,7 @@ def _rank_beyond_width(model: nn.Module) -> Finding | None:
         "rank-beyond-width",
         field="spec.method.lora.r",
         value=str(rank),
-        message=f"{len(wide)} modules are narrower than their adapter's rank, first {first.removeprefix(INSIDE_PEFT)} "
+        message=f"{len(wide)} modules are narrower than their adapter's rank, such as {first.removeprefix(INSIDE_PEFT)} "
         f"with {width} channels: ranks beyond that cost memory and add nothing",
         fix=f"set spec.method.lora.rankPattern: {{{first.rpartition('.')[2]}: {width}}}, or a lower rank for all",
     )

@@ -120,7 +120,7 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
             "unit-bypassed",
             field=field,
             value=first,
-            message=f"{len(wrong)} modules that would be FSDP units are not called, first {first}: {use.readers[0]} reads their "
+            message=f"{len(wrong)} modules to be FSDP units, such as {first}, are not called: {use.readers[0]} reads their "
             "weights itself, and would find shards there",
             fix=f"{fix}, so that whole layers are the units",
             changes=changes,

@@ -66,7 +66,7 @@ def experts_without_adapter(model: nn.Module, lora: LoraPlan) -> Finding | None:
         field="spec.method.lora.targetModules",
         value=ALL_LINEAR,
         message=f"the experts are {len(stacked)} stacked parameters and no linear layers, so all-linear gives them no adapter: "
-        f"{100 * in_experts / total:.0f} % of the model's weights, first {next(iter(stacked))}",
+        f"{100 * in_experts / total:.0f} % of the model's weights, such as {next(iter(stacked))}",
         fix=f"to adapt these, also set spec.method.lora.targetParameters: [{', '.join(names[:4])}] besides "
         f"spec.method.lora.targetModules: [{ALL_LINEAR}]",
     )
@@ -88,7 +88,7 @@ def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterato
         "router-adapted",
         field=f"{field}.{TARGETS}",
         value=ALL_LINEAR,
-        message=f"{ALL_LINEAR} also adapts {len(routers)} routers, first {min(routers)}: which expert a token goes to changes, "
+        message=f"{ALL_LINEAR} also adapts {len(routers)} routers, such as {min(routers)}: which expert a token goes to changes, "
         "and no loss keeps the experts evenly used",
         fix=f"to leave them as they are, set {field}.{TARGETS}: [{', '.join(modules)}]"
         + (f" and {field}.targetParameters: [{', '.join(parameters)}]" if parameters else ""),

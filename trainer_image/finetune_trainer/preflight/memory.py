@@ -36,7 +36,7 @@ class MemoryNeed:
     """Name of each part of the estimate -> bytes."""
     finding: Finding | None
     resharding: Choice | None = None
-    """The choice of `reshardAfterForward` if the plan leaves it open."""
+    """The choice of `reshardAfterForward` if the plan leaves it unset."""
 
     @property
     def facts(self) -> dict[str, str]:
@@ -98,7 +98,7 @@ def _kind(module: nn.Module) -> Kind:
 def batches_of(
     plan: RunPlan, shape: ModelShape | None, stored: str, *, can_recompute: bool, attention_problem: str
 ) -> tuple[Choice, ...]:
-    """Returns what the planner chooses for settings that the plan leaves open, for records of any length.
+    """Returns what the planner chooses for settings that the plan leaves unset, for records of any length.
 
     The choices are the same for every attempt and for any data. attention_problem: why varlen is not possible; empty if it is.
     """

@@ -46,7 +46,7 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
             max_shard_bytes=plan.merge.max_shard_bytes,
             quantized=quantized_tensors(directory, model, packed) if packed else {},
         )
-        # The merge copies tensors that it cannot read, but its verification computes with all tensors, so all must be readable.
+        # The merge copies tensors of unknown formats byte for byte, but the verification computes with every tensor.
         model.require_readable()
     except MergeError as error:
         yield make_finding(

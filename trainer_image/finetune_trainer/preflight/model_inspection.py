@@ -58,7 +58,7 @@ class ModelInspection:
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
     precision: tuple[Choice, ...] = ()
-    """The choice of the precision, if the plan left it open. `plan` then also contains the choice."""
+    """The choice of the precision, if the plan left it unset. `plan` then also contains the choice."""
     attention_problem: str = ""
     """The reason why attention cannot be computed from document bounds; empty if it can, or if varlen was not considered."""
     structure: ModelStructure | None = None

@@ -66,8 +66,8 @@ def _trained_in_float16(model: nn.Module, plan: RunPlan) -> Iterator[Finding]:
         "trained-in-float16",
         field=field,
         value="float16",
-        message=f"{len(wrong)} parameters are trained in float16, first {wrong[0]}: squares of gradients below 2e-4 and Adam's "
-        "epsilon are zero in it, and the first steps divide by zero",
+        message=f"{len(wrong)} parameters, such as {wrong[0]}, are trained in float16: squares of gradients below 2e-4 and "
+        "Adam's epsilon are zero in it, and the first steps divide by zero",
         fix=fix,
         changes=changes,
     )
@@ -90,8 +90,8 @@ def _packed_and_cast(plan: RunPlan, dtypes: ModelDtypes, packed: torch.dtype) ->
         "qlora-storage-not-param-dtype",
         field=field,
         value=value,
-        message=f"packed weights stored as {dtype_name(packed)} would be converted to {dtype_name(cast)} like numbers, which "
-        "destroys them",
+        message=f"packed weights stored as {dtype_name(packed)} would be cast to {dtype_name(cast)} as if they were ordinary "
+        "numbers, which destroys them",
         fix=f"leave {field} out" + (", or set spec.training.precision: fp32" if is_first else ""),
         changes={field: None},
     )

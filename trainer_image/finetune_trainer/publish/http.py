@@ -81,7 +81,7 @@ class HttpClient:
                         raise TransientError(f"the answer is longer than {MOST_ANSWER_BYTES >> 20} MiB")
                 return HttpResponse(response.status_code, response.headers, bytes(content), url)
         except httpx2.ConnectError as error:
-            # The error's text may be shown: it names the address that failed, and nothing was sent yet.
+            # This text is safe to show: nothing was sent yet, so it contains only the server's address and no secret.
             raise untrusted_certificate(error) or TransientError(f"no connection ({error})") from None
         except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
             raise TransientError(f"the connection failed ({type(error).__name__})") from None

@@ -135,7 +135,7 @@ class Registry:
         scheme = urlsplit(realm).scheme
         if scheme != "https" and not (self._plain_http and scheme == "http"):
             raise DestinationRefusedError(
-                f"{self.shown}: names a token service without TLS, which gets no credentials",
+                f"{self.shown} names a token service without TLS, which gets no credentials",
                 "have the registry's administrator fix it",
             )
         query = {"service": challenge.parameters["service"]} if "service" in challenge.parameters else {}

@@ -213,7 +213,7 @@ class Bucket:
         if refused.is_full:
             return out_of_space(self.shown, detail)
         if refused.code == "RequestTimeTooSkewed":
-            return DestinationRefusedError(f"{self.shown}: says that this node's clock is wrong{detail}", "set the node's clock")
+            return DestinationRefusedError(f"{self.shown} says that this node's clock is wrong{detail}", "set the node's clock")
         if refused.status in DENIED or refused.lacks_credentials:
             holds = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, on your own machine whatever the tools of AWS use"
             return access_denied(self.shown, detail, signed=self._signed, secret_holds=holds)

@@ -28,7 +28,7 @@ hundredfold.
 STALLED_FILE = "stalled.json"
 """File of the verdict in the directory of stacks, written once, by the first rank that reaches one."""
 JOIN = "join"
-"""Activity of a rank that joins the others. Its time counts from the moment at which all ranks run."""
+"""Activity of a rank that joins the others. Its time starts when all ranks run."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
 """Bounds of `silence`. The upper one is above a minute, because NFS clients may see a new file that late."""

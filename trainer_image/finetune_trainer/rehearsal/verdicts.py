@@ -104,7 +104,7 @@ def not_done_finding(reason: str, root: Path) -> Finding:
         field="spec.preflight.rehearsal",
         value="Run",
         message=f"the job could not be tried to the end on a scaled-down model: {_shortened(reason, root)}",
-        fix=f"nothing needs to change; to omit the rehearsal, {SKIP}",
+        fix=f"no action needed; to omit the rehearsal, {SKIP}",
         changes={"spec.preflight.rehearsal": "Skip"},
     )
 

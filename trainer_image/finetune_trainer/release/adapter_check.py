@@ -53,7 +53,7 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
     wrong = sorted(name for name in {*stored, *trained} if stored.get(name) != trained.get(name))
     if wrong or not stored:
         raise CheckpointError(
-            f"{directory / ADAPTER_FILE}: holds {len(stored)} tensors, but {len(trained)} were trained; the first that differ: "
+            f"{directory / ADAPTER_FILE} holds {len(stored)} tensors, but {len(trained)} were trained; the first that differ: "
             f"{wrong[:3]}",
             _HINT,
         )

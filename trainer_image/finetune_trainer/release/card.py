@@ -139,7 +139,7 @@ def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were neither left open nor switched off; zeros are kept."""
+    """Return the settings that were neither left unset nor switched off; zeros are kept."""
     return {name: value for name, value in values.items() if value is not None and value is not False and value not in ({}, [])}
 
 

@@ -88,7 +88,7 @@ def _known_digests(manifest: Path) -> dict[str, str]:
         return {name: str(entry["sha256"]) for name, entry in entries if name.endswith(WEIGHT_SUFFIX)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{manifest}: cannot be read ({error})", f"delete {manifest.parent} and run the merge again"
+            f"{manifest} cannot be read ({error})", f"delete {manifest.parent} and run the merge again"
         ) from error
 
 
@@ -136,9 +136,9 @@ def read_release(context: RunContext) -> Release:
     except UnicodeDecodeError:
         listed = None
     except OSError as error:
-        raise CheckpointError(f"{output.checksums}: cannot be read ({error.strerror})", _INCOMPLETE) from error
+        raise CheckpointError(f"{output.checksums} cannot be read ({error.strerror})", _INCOMPLETE) from error
     if listed is None:
-        raise CheckpointError(f"{output.checksums}: is not a list of checksums", _INCOMPLETE)
+        raise CheckpointError(f"{output.checksums} is not a list of checksums", _INCOMPLETE)
     files = [_release_file(output, claim, layout.in_results(name), name, sha256) for name, sha256 in listed.items()]
     manifest, plan = output.checksums.relative_to(claim).as_posix(), context.plan
     facts = {
@@ -164,7 +164,7 @@ def _release_file(output: OutputLayout, claim: Path, local: str, name: str, sha2
     parts = PurePosixPath(local).parts
     if PurePosixPath(local).as_posix() != local or not set(parts).isdisjoint(("/", "..", ".")):
         raise CheckpointError(
-            f"{output.checksums}: names {name!r}, which is not the name of a file below {output.root}, so no merge has written "
+            f"{output.checksums} names {name!r}, which is not the name of a file below {output.root}, so no merge has written "
             "this list. Nothing was read or sent",
             f"find out who writes to the claim; {_AGAIN}",
         )

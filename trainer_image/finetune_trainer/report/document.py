@@ -236,7 +236,7 @@ class Command(StrictModel):
 
 
 class Chosen(StrictModel):
-    """A chosen value that the manifest left open. null: preflight chose it."""
+    """A chosen value that the manifest left unset. null: preflight chose it."""
 
     field: Text
     value: Text | None

@@ -42,12 +42,12 @@ class Question:
 
 
 def sample_answers(context: RunContext) -> Samples:
-    """Return up to as many samples as the plan asks for, for a run that has results."""
+    """Return up to as many samples as the plan sets, for a run that has results."""
     plan = context.plan
     if plan.data.validation is None:
         return Samples(reason="nothing was held out")
     if not plan.sample_answers:
-        return Samples(reason="spec.output.sampleAnswers is 0, or was left open for a destination that others may read")
+        return Samples(reason="spec.output.sampleAnswers is 0, the default if other people may be able to read the destination")
     try:
         return _answers(context)
     except TooLargeError as error:

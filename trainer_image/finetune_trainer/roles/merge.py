@@ -106,7 +106,7 @@ def merge(context: RunContext) -> TerminationReport:
             }
     if serving is not None:
         facts["vllm"] = serving.text()
-    # Results that are complete stay as they are, byte for byte; a new report would have other times.
+    # Results that are complete stay as they are, byte for byte; a new report would differ in its timings.
     if was_complete:
         facts |= release_digests(output)
     else:
@@ -138,7 +138,7 @@ def _merge_and_verify(
     # What an 8-bit base computed in training cannot be reproduced, so the merged model is not compared with it.
     if quantization is not None and (quantization.bits == 4 or plan.merge.base is not MergeBase.ORIGINAL):
         packed = packed_in_training(plan, context.base_model)
-    # Complete results keep their report. The report of a second verification, which has other times, stays on the workspace.
+    # Complete results keep their report. A second verification's would differ in its timings, so it stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
     digests = FileDigests()
     # Hash while the merge waits for the disk.
@@ -207,11 +207,11 @@ def check_trained(directory: Path, plan_sha256: str) -> int:
     try:
         manifest = json.loads(read_own(directory / MANIFEST_FILE))
         if manifest["plan_sha256"] != plan_sha256:
-            raise CheckpointError(f"{directory}: was trained by plan {manifest['plan_sha256']}, not by {plan_sha256}", hint)
+            raise CheckpointError(f"{directory} was trained by plan {manifest['plan_sha256']}, not by {plan_sha256}", hint)
         for name, entry in manifest["files"].items():
             if sha256_beneath(directory, name) != entry["sha256"]:
                 raise CheckpointError(
-                    f"{directory / name}: is not what was trained: its sha256 differs from {MANIFEST_FILE}", hint
+                    f"{directory / name} is not what was trained: its sha256 differs from {MANIFEST_FILE}", hint
                 )
         return int(manifest["step"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

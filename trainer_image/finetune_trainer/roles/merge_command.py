@@ -138,7 +138,7 @@ def _require_device(name: str) -> None:
     """Raise DeviceUnavailableError before the merge if the verification cannot use this device."""
     if name == HOST:
         return
-    # The merge itself starts before torch is imported.
+    # Imported only if a device must be checked: on the CPU, the merge does not wait for this import.
     import torch
 
     if torch.device(name).type == "cuda" and not torch.cuda.is_available():
@@ -199,14 +199,14 @@ def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
                     texts = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True)
                 except (OSError, ValueError) as error:
                     raise ConfigError(
-                        f"--prompts {path}, line {number}: is text, and neither base nor adapter has a tokenizer: {error}",
+                        f"--prompts {path}, line {number} is text, and neither base nor adapter has a tokenizer: {error}",
                         "write JSON arrays of token ids",
                     ) from error
             ids = list(texts(line)["input_ids"])
         if ids:
             prompts.append(ids)
     if not prompts:
-        raise ConfigError(f"--prompts {path}: holds no prompt", "write one on each line")
+        raise ConfigError(f"--prompts {path} holds no prompt", "write one on each line")
     return prompts
 
 
@@ -232,7 +232,7 @@ def _quantization(arguments: argparse.Namespace) -> Quantization | None:
     written = arguments.quantization
     if written is None and arguments.base_form is MergeBase.ORIGINAL:
         return None
-    # Imported only if needed: most merges need no plan.
+    # Imported here because most merges need no plan.
     from finetune_job.api.method import QuantizationSpec
     from finetune_job.plan.choices import Choices
     from finetune_job.plan.resolve_model import quantization_plan

@@ -118,7 +118,7 @@ def inspect_model(seen: Inspection) -> Inspection:
     else:
         structure, findings = finish_check(seen.model_process, seen.context.base_model)
     seen = replace(seen, structure=structure, findings=(*seen.findings, *findings))
-    # No later check may fork this process, since reading tables of data starts threads.
+    # This is the last check that may fork this process: reading tables of data, which comes later, starts threads.
     return replace(seen, findings=(*seen.findings, *check_token_rows(seen)))
 
 

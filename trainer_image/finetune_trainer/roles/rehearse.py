@@ -109,7 +109,7 @@ def _remove(scratch: Path) -> None:
 
 
 def main() -> int:
-    """Do what the arguments ask for; returns 0, whatever the verdict."""
+    """Do what the arguments request; returns 0, whatever the verdict."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.rehearse", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")

@@ -152,7 +152,7 @@ def read_rows(tensor: TensorHeader, index: int, shape: tuple[int, int], chosen: 
         for number, row in enumerate(chosen):
             file.seek(start + row * row_bytes)
             if file.readinto(view[number * row_bytes : (number + 1) * row_bytes]) != row_bytes:
-                raise BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name}. Fetch it again.")
+                raise BrokenCheckpointError(f"{tensor.file} ended inside tensor {tensor.name}. Fetch it again.")
     return out
 
 

@@ -113,23 +113,23 @@ def gate_failures(figures: LogitFigures, gate: VerificationGate) -> tuple[str, .
     if not relative <= allowed:
         failures.append(
             f"logits differ by up to {figures.max_abs_difference:.4g}; the {figures.judged} is {relative:.2g} of the largest "
-            f"logit, and allowed is {allowed:.2g}"
+            f"logit; the limit is {allowed:.2g}"
         )
     if not figures.mean_kl <= gate.max_mean_kl:
         failures.append(
-            f"mean KL divergence of {figures.judged_positions} is {figures.mean_kl:.3g}; allowed is {gate.max_mean_kl:.3g}"
+            f"mean KL divergence of {figures.judged_positions} is {figures.mean_kl:.3g}; the limit is {gate.max_mean_kl:.3g}"
         )
     # The number is computed from a share, so half a position is tolerated.
     is_excused = gate.max_excused > 0 and figures.num_disagreeing < gate.max_excused + 0.5
     if not figures.top1_agreement >= gate.min_top1_agreement and not is_excused:
         failures.append(
-            f"the most likely token agrees at {figures.top1_agreement:.2%}; required is {gate.min_top1_agreement:.2%}"
+            f"the most likely token agrees at {figures.top1_agreement:.2%}; the minimum is {gate.min_top1_agreement:.2%}"
         )
     has_effect = figures.effect_mean_kl > gate.max_mean_kl
     if has_effect and not figures.mean_kl <= gate.max_kl_share_of_effect * figures.effect_mean_kl:
         failures.append(
-            f"the merged model is {figures.mean_kl / figures.effect_mean_kl:.0%} as far from base + adapter as the base "
-            f"model is; allowed is {gate.max_kl_share_of_effect:.0%}"
+            f"the merged model's distance from base + adapter is {figures.mean_kl / figures.effect_mean_kl:.0%} of the base "
+            f"model's; the limit is {gate.max_kl_share_of_effect:.0%}"
         )
     return tuple(failures)
 

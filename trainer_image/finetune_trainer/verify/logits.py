@@ -120,7 +120,7 @@ def _stored_logits(model: StreamedModel, reference: Reference, prompts: Sequence
         logits_of_prompts = model.logits(prompts)
     except RuntimeError as error:  # torch refuses some operations on meta tensors
         raise UnverifiableModelError(
-            f"{reference.base}: cannot be verified on {reference.device} ({error}). Publish the adapter alone "
+            f"{reference.base} cannot be verified on {reference.device} ({error}). Publish the adapter alone "
             "(merge.enabled: false)."
         ) from error
     files = []

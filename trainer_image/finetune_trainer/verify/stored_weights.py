@@ -65,7 +65,7 @@ class StoredWeights:
         parameter = self._model.readable(path)
         if parameter is None:
             raise BrokenCheckpointError(
-                f"{self.directory}: holds no parameter {path}, which the model has. Fetch the model again."
+                f"{self.directory} holds no parameter {path}, which the model has. Fetch the model again."
             )
         return parameter
 
@@ -87,7 +87,7 @@ class StoredWeights:
                 while view:
                     count = file.readinto(view)
                     if not count:
-                        raise BrokenCheckpointError(f"{header.file}: ended inside tensor {header.name}. Fetch it again.")
+                        raise BrokenCheckpointError(f"{header.file} ended inside tensor {header.name}. Fetch it again.")
                     view = view[count:]
                 if block is not piece:
                     piece.copy_(block)

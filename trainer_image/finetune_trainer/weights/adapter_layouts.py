@@ -66,13 +66,13 @@ def no_adapter_file(directory: Path) -> str:
         if (first := min(directory.glob(pattern), default=None)) is not None:
             return f"{directory}: {ADAPTER_FILE} is missing, and {first.relative_to(directory)} is {text}"
     if next(directory.glob("*.gguf"), None) is not None:
-        return f"{directory}: holds a GGUF file, which llama.cpp reads. Name the directory that PEFT saved."
+        return f"{directory} holds a GGUF file, which llama.cpp reads. Name the directory that PEFT saved."
     below = sorted(path.parent for path in directory.glob(f"*/{ADAPTER_CONFIG_FILE}"))
     if below:
         shown = ", ".join(path.name for path in below[:8])
-        return f"{directory}: holds no adapter itself, but its directories do: {shown}. Name one of them."
+        return f"{directory} holds no adapter itself, but its directories do: {shown}. Name one of them."
     if (directory / "config.json").exists() and not (directory / ADAPTER_CONFIG_FILE).exists():
-        return f"{directory}: is a whole model, not an adapter, so there is nothing to merge."
+        return f"{directory} is a whole model, not an adapter, so there is nothing to merge."
     return f"{directory}: {ADAPTER_FILE} is missing. Save the adapter with safe_serialization=True."
 
 
@@ -101,7 +101,7 @@ def foreign_names(path: Path, names: Collection[str]) -> str | None:
         # A conversion of the names would mix the adapters, or keep weights of the base among those of the adapter.
         content = "weights of the base" if has_base else f"several adapters ({', '.join(sorted(adapters))})"
         return (
-            f"{path}: holds {content} under the names of a state_dict(). Load it into the PEFT model, and save one adapter: "
+            f"{path} holds {content} under the names of a state_dict(). Load it into the PEFT model, and save one adapter: "
             f"model.save_pretrained(directory, selected_adapters=[{min(adapters)!r}])."
         )
     for adapter in sorted(adapters):

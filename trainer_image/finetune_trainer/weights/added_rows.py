@@ -220,4 +220,4 @@ def _bytes(values: torch.Tensor) -> memoryview:
 
 
 def _cut_short(tensor: TensorHeader) -> BrokenCheckpointError:
-    return BrokenCheckpointError(f"{tensor.file}: ended inside tensor {tensor.name} while it was read. Fetch it again.")
+    return BrokenCheckpointError(f"{tensor.file} ended inside tensor {tensor.name} while it was read. Fetch it again.")

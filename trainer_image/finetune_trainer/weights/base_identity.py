@@ -39,7 +39,7 @@ def require_base(base: Path, adapter: Path) -> None:
     recorded = _recorded(adapter)
     if recorded is not None and recorded != weights_digest(read_checkpoint(base)):
         raise UnsupportedAdapterError(
-            f"{adapter}: was trained on other weights than those in {base}: their digests differ. Merged with "
+            f"{adapter} was trained on other weights than those in {base}: their digests differ. Merged with "
             "these, the adapter would give a model that was never trained.",
             "give the base of the training, or --force to merge anyway",
         )

@@ -54,7 +54,7 @@ class NotFiniteError(MergeError):
 
 
 class StorageError(MergeError):
-    """The storage kept a file from being read or written. Finished files are kept for the next attempt."""
+    """A file could not be read or written because of the storage. Finished files are kept for the next attempt."""
 
 
 class NoSpaceError(StorageError):

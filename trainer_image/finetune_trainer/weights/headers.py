@@ -121,7 +121,7 @@ def read_header(path: Path) -> list[TensorHeader]:
         dtype = entry["dtype"]
         if dtype not in DTYPE_BYTES:
             raise BrokenCheckpointError(
-                f"{path}: tensor {name} has dtype {dtype}, which cannot be merged; known are {sorted(DTYPE_BYTES)}."
+                f"{path}: tensor {name} has dtype {dtype}, which cannot be merged; the known types are {sorted(DTYPE_BYTES)}."
             )
         begin, end = entry["data_offsets"]
         tensor = TensorHeader(name, dtype, tuple(entry["shape"]), path, data_start + begin)
@@ -197,14 +197,14 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if index_path.exists():
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise BrokenCheckpointError(f"{index_path}: holds no weight_map. Fetch the model again.")
+            raise BrokenCheckpointError(f"{index_path} holds no weight_map. Fetch the model again.")
         files = sorted(set(weight_map.values()))
     elif (directory / SINGLE_FILE).exists():
         weight_map, files = {}, [SINGLE_FILE]
     elif (directory / ADAPTER_CONFIG_FILE).exists():
         named = read_json(directory / ADAPTER_CONFIG_FILE).get("base_model_name_or_path")
         raise BrokenCheckpointError(
-            f"{directory}: is an adapter and not a model. Name its base ({named!r}, as {ADAPTER_CONFIG_FILE} says), or merge the "
+            f"{directory} is an adapter and not a model. Name its base ({named!r}, as {ADAPTER_CONFIG_FILE} says), or merge the "
             "adapter into it first."
         )
     else:
@@ -219,14 +219,14 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         for tensor in read_header(directory / file_name):
             if weight_map and weight_map.get(tensor.name) != file_name:
                 raise BrokenCheckpointError(
-                    f"{directory / file_name}: holds tensor {tensor.name}, which the index places in "
+                    f"{directory / file_name} holds tensor {tensor.name}, which the index places in "
                     f"{weight_map.get(tensor.name)}. Index and shards are of different saves; fetch the model again."
                 )
             tensors[tensor.name] = tensor
     _require_all_shards(directory, files)
     absent = sorted(set(weight_map) - set(tensors))
     if absent:
-        raise BrokenCheckpointError(f"{index_path}: names tensor {absent[0]}, which is in no shard. Fetch the model again.")
+        raise BrokenCheckpointError(f"{index_path} names tensor {absent[0]}, which is in no shard. Fetch the model again.")
     return Checkpoint(directory, tensors, {name: (directory / name).stat().st_size for name in files})
 
 
@@ -240,7 +240,7 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
         if len(present) < count:
             absent = next(number for number in range(1, count + 1) if number not in present)
             raise BrokenCheckpointError(
-                f"{directory / INDEX_FILE}: names {len(present)} of {count} files, number {absent} is not among them. Fetch the "
+                f"{directory / INDEX_FILE} names {len(present)} of {count} files, number {absent} is not among them. Fetch the "
                 "model again."
             )
 
@@ -265,7 +265,7 @@ def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
         for tensor in header:
             if tensor.name not in checkpoint.tensors and _NUMBER.sub("N", tensor.name) in kinds:
                 raise BrokenCheckpointError(
-                    f"{checkpoint.directory / other}: holds tensor {tensor.name}, which the index leaves out, so the model would "
+                    f"{checkpoint.directory / other} holds tensor {tensor.name}, which the index leaves out, so the model would "
                     "lack it. Fetch the model again, or move the file away if it is not part of the model."
                 )
 
@@ -281,7 +281,7 @@ def read_adapter(directory: Path) -> Checkpoint:
     tensors = {tensor.name: tensor for tensor in read_header(path)}
     if not tensors:
         raise BrokenCheckpointError(
-            f"{path}: holds no tensors, so nothing was trained, or nothing was gathered from the ranks when it was saved."
+            f"{path} holds no tensors, so nothing was trained, or nothing was gathered from the ranks when it was saved."
         )
     if (empty := next((name for name, tensor in tensors.items() if tensor.num_bytes == 0), None)) is not None:
         raise BrokenCheckpointError(
@@ -306,7 +306,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except SpecialFileError as error:
         raise BrokenCheckpointError(f"{path}: {error.strerror}. Fetch or save it again.") from error
     except (ValueError, RecursionError) as error:
-        raise BrokenCheckpointError(f"{path}: is not JSON ({error}). Fetch or save it again.") from error
+        raise BrokenCheckpointError(f"{path} is not JSON ({error}). Fetch or save it again.") from error
     if not isinstance(value, dict):
-        raise MergeError(f"{path}: should hold a JSON object, not a {type(value).__name__}.")
+        raise MergeError(f"{path} should hold a JSON object, not a {type(value).__name__}.")
     return value

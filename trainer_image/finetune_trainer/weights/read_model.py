@@ -44,7 +44,7 @@ def have_same_values(first: TensorHeader, second: TensorHeader) -> bool:
             size = min(BLOCK_BYTES, remaining)
             block = first_file.read(size)
             if len(block) != size:
-                raise BrokenCheckpointError(f"{first.file}: ended inside tensor {first.name} while it was read. Fetch it again.")
+                raise BrokenCheckpointError(f"{first.file} ended inside tensor {first.name} while it was read. Fetch it again.")
             if block != second_file.read(size):
                 return False
             remaining -= size

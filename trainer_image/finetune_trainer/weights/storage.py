@@ -21,13 +21,13 @@ def translate_os_errors(path: Path, what: str) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in NO_SPACE:
             raise NoSpaceError(
-                f"{path}: could not be {what} ({reason}). The merged model needs as much space as the base model in the merge's "
+                f"{path} could not be {what} ({reason}). The merged model needs as much space as the base model in the merge's "
                 "dtype; enlarge the workspace. Finished parts are kept; the next try continues from them."
             ) from error
         is_refused = error.errno in REFUSED_WRITES
         advice = "Change its owner, mode or mount options" if is_refused else "Check the disk and its mount"
         raise StorageError(
-            f"{path}: could not be {what} ({reason}). {advice}; the next try continues from what is on disk."
+            f"{path} could not be {what} ({reason}). {advice}; the next try continues from what is on disk."
         ) from error
 
 

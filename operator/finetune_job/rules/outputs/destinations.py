@@ -179,13 +179,13 @@ def destination_not_allowed(context: RuleContext) -> Problem | None:
         return Problem(
             value=True,
             message=f"the adapter would go to hf://{adapter.repository}; publish.allowedDestinations of the profile: {listed}",
-            fix="publish the merged model alone, or ask for a profile that allows both repositories",
+            fix="publish the merged model alone, or use a profile that allows both repositories",
             field=_ADAPTER,
             changes={_ADAPTER: False},
         )
     return Problem(
         value=destination,
         message=f"publish.allowedDestinations of the profile: {listed}",
-        fix="write to a claim, or ask for a profile that allows it",
+        fix="write to a claim, or use a profile that allows it",
         changes={_DESTINATION: free_directory(context)},
     )

@@ -37,7 +37,7 @@ full budget once `spec.run.retry` is increased (merge and preflight with the mem
 `VerificationFailed` ends the job. After training, the job is `Stalled` if the cause is outside the job, else `Failed`.
 
 Waiting is not a failure, whether for a place in the line of a namespace (`WaitingInLine`), a queue (`Queued`), a node with room
-(`Unschedulable`) or a quota (`CreateRefused`). `spec.run.startupDeadlineSeconds` counts from when all pods have a node.
+(`Unschedulable`) or a quota (`CreateRefused`). `spec.run.startupDeadlineSeconds` begins when all pods have a node.
 
 | class | exit code | evidence | tried again | first pause | given up | cause outside the job | what to change |
 |---|---|---|---|---|---|---|---|

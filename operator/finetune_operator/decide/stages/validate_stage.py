@@ -78,7 +78,7 @@ def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
             result.condition(stage, None, Reason.PENDING)
         result.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
     if observed.plan is not None:
-        # The ConfigMap is from an earlier freeze: its content does not have the digest in status.
+        # The ConfigMap is from an earlier freeze: its content does not match the digest in status.
         result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
         result.requeue_after(1.0)
         return None

@@ -96,7 +96,7 @@ def test_what_the_memory_of_a_rank_decides_is_shown_with_its_reason(tmp_path: Pa
     options = ["estimate", "-f", manifest(tmp_path, job), "--model", str(config), "--gpu-memory", "80Gi"]
     text = RUNNER.invoke(app, options).output
     assert text.splitlines()[1] == "  2 ranks, each on one GPU"
-    assert "Left open by the manifest, and chosen:\n    training.precision  " in text
+    assert "Not set in the manifest, so chosen:\n    training.precision  " in text
     assert "    parallelism.fsdp.reshardAfterForward  false   with all weights" in text
     (job_found,) = json.loads(RUNNER.invoke(app, [*options, "-o", "json"]).output)["jobs"]
     precision, attention, choice = job_found["choices"]
@@ -350,5 +350,5 @@ def test_a_missing_model_is_named_once(tmp_path: Path, config: Path) -> None:
     result = RUNNER.invoke(app, ["estimate", job, "--model", str(tmp_path / "none")])
     assert result.exit_code == 2
     reason = "cannot be read (No such file or directory); give a model's directory or its config.json"
-    assert result.output == f"tune: {tmp_path}/none: {reason}\n"
+    assert result.output == f"tune: {tmp_path}/none {reason}\n"
     assert RUNNER.invoke(app, ["estimate", job, "--model", str(config)]).exit_code == 0

@@ -33,7 +33,7 @@ ACCEPTED_TEXT = """\
 FineTuneJob tuned: accepted
   2 ranks; on GPUs if the profile names one, which is not known here (--profile), or if this machine has them
 
-  Left open by the manifest, and chosen:
+  Not set in the manifest, so chosen:
     model.hubName  """
 
 
@@ -122,7 +122,7 @@ def test_a_file_is_read(tmp_path):
     missing = run("validate", "-f", str(tmp_path / "none.yaml"))
     assert missing.exit_code == ExitCode.UNUSABLE == 2
     assert missing.output.endswith(
-        "none.yaml: cannot be read (No such file or directory); give a file in UTF-8, or - for standard input\n"
+        "none.yaml cannot be read (No such file or directory); give a file in UTF-8, or - for standard input\n"
     )
     path.write_bytes(b"\xff\xfe\x00")
     assert run("validate", "-f", str(path)).exit_code == 2

@@ -125,7 +125,7 @@ def test_what_cannot_be_audited_is_told_with_the_fix(runs: tuple[RunDirectory, R
         "default/tiny: 1 checkpoints were kept, and an interval is between two of them",
     )
     place.plan.write_text("{}")
-    assert refused("audit", run) == (2, f"{place.plan}: is not the plan of a run (ValidationError)\n")
+    assert refused("audit", run) == (2, f"{place.plan} is not the plan of a run (ValidationError)\n")
 
 
 def test_a_plan_that_its_record_does_not_name_is_not_computed(runs: tuple[RunDirectory, RunDirectory], tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_a_result_that_the_plan_does_not_give_is_named_with_tensor_and_step(
     for directory in (context_of(bare).workspace.adapter, context_of(bare).output.adapter):
         shutil.rmtree(directory)
     code, said = refused("reproduce", str(bare.root))
-    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "default/tiny: has no trained result to compare with")
+    assert (code, said.splitlines()[-1].partition(";")[0]) == (2, "default/tiny has no trained result to compare with")
 
 
 class InterruptedReplay(ForkedReplay):

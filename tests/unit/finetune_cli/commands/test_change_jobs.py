@@ -58,7 +58,7 @@ class ChangedCluster(Cluster):
 def test_somebody_who_changes_the_job_at_the_same_time_is_waited_for() -> None:
     cluster = ChangedCluster(objects.STALLED, CONFLICT, CONFLICT)
     cluster.document["metadata"]["resourceVersion"] = "7"
-    assert retry(cluster, "stalled", None).said == "is tried again (spec.run.retry: 1)"
+    assert retry(cluster, "stalled", None).said == "trying again (spec.run.retry: 1)"
     assert len(cluster.sent) == 3
     assert cluster.sent[0]["metadata"]["resourceVersion"] == "7"
     with pytest.raises(ClusterError, match="other clients keep changing it"):
@@ -93,7 +93,7 @@ def test_a_fork_begins_with_a_checkpoint_if_it_is_told_to() -> None:
         assert f"had trained after step {step};" in text
         assert report.exit_code is ExitCode.DONE
     for start in ("0", "-1", "1e3", "latest", "9" * 11):
-        with pytest.raises(LocalError, match=f"--from {start}: is not a step; write one"):
+        with pytest.raises(LocalError, match=f"--from {start} is not a step; write one"):
             fork(running, "running", None, [], start)
     with pytest.raises(LocalError, match="--from newest: the status of team/new names no checkpoint"):
         fork(ChangedCluster(objects.NEW), "new", None, [], "newest")

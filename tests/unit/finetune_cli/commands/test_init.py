@@ -41,7 +41,7 @@ def test_the_hub_needs_commits_and_all_answers_are_used(tmp_path: Path) -> None:
     given = ["--model", "hf://org/Llama-3.1-8B", "--data", "hf://datasets/org/chats", "--revision", COMMIT]
     given += ["--output", "s3://bucket/results", "--workspace", "scratch", "--profile", "h100", "-f", str(file)]
     done = init(*given)
-    assert (done.exit_code, "--data-revision: is missing" in done.stderr) == (2, True)
+    assert (done.exit_code, "--data-revision is missing" in done.stderr) == (2, True)
     assert "git ls-remote https://huggingface.co/datasets/org/chats HEAD" in done.stderr
     done = init(*given, "--data-revision", COMMIT, "--output", "somewhere")
     assert (done.exit_code, done.stdout) == (1, "")
@@ -62,9 +62,9 @@ def test_the_hub_needs_commits_and_all_answers_are_used(tmp_path: Path) -> None:
 
 
 def test_without_a_terminal_what_is_missing_is_named() -> None:
-    with pytest.raises(LocalError, match="--model: is missing"):
+    with pytest.raises(LocalError, match="--model is missing"):
         ask(Answers(None, None), is_terminal=False)
-    with pytest.raises(LocalError, match="--data: is missing"):
+    with pytest.raises(LocalError, match="--data is missing"):
         ask(Answers("pvc://m", None), is_terminal=False)
     assert ask(Answers("pvc://m", "pvc://d"), is_terminal=False).devices == 1
 

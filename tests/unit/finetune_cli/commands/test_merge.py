@@ -135,11 +135,11 @@ def test_the_last_words_say_where_and_how_good(order):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"base": Path("/no/such")}, "--base /no/such: is not a directory with config.json"),
-        ({"adapters": [Path("/no/such")]}, "--adapter /no/such: is not a directory with adapter_config.json"),
-        ({"prompts": Path("/no/such")}, "--prompts /no/such: is not a file"),
+        ({"base": Path("/no/such")}, "--base /no/such is not a directory with config.json"),
+        ({"adapters": [Path("/no/such")]}, "--adapter /no/such is not a directory with adapter_config.json"),
+        ({"prompts": Path("/no/such")}, "--prompts /no/such is not a file"),
         ({"prompts": Path(__file__), "verify": False}, "--no-verify"),
-        ({"max_shard_size": "five"}, "--max-shard-size five: is not a size"),
+        ({"max_shard_size": "five"}, "--max-shard-size five is not a size"),
         ({"quantization": '{"quantType": "nf5"}'}, "--quantization .*quantType"),
     ],
 )

@@ -70,7 +70,7 @@ def test_a_change_has_the_type_of_its_field(text: str, path: str, value: object)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("training.maxSteps", "is not PATH=VALUE"),
+        ("training.maxSteps", "is not of the form PATH=VALUE"),
         ("training.maxStep=3", "no field spec.training.maxStep; `finetune explain spec.training.maxStep`"),
         ("metadata.name=x", "no field metadata.name"),
         ("training.maxSteps=[", "is not YAML"),

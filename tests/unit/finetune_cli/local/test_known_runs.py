@@ -96,7 +96,7 @@ def test_another_command_follows_it_to_its_end(claims: Path, command: subprocess
 @pytest.mark.parametrize("verb", ["stop", "attach"])
 def test_what_does_not_run_is_said(claims: Path, verb: str) -> None:
     code, said = finetune(verb, PLAN.job.name, "-n", PLAN.job.namespace, claims=claims)
-    assert (code, said) == (3, f"{PLAN.job.namespace}/{PLAN.job.name}: is not running\n")
+    assert (code, said) == (3, f"{PLAN.job.namespace}/{PLAN.job.name} is not running\n")
     code, said = finetune(verb, "unknown", claims=claims)
     assert code == 2
     assert "default/unknown: no such run below" in said

@@ -89,7 +89,7 @@ def test_fresh_does_not_guess_where_the_results_of_a_damaged_plan_are(tmp_path: 
     place.claims.mkdir(parents=True)
     write_record(place.record, freeze(place, PLAN))
     place.plan.write_text(place.plan.read_text()[:300])
-    with pytest.raises(LocalError, match=r"plan.json: cannot be read, .* not known .* remove them and .*or run without --fresh"):
+    with pytest.raises(LocalError, match=r"plan.json cannot be read, .* not known .* remove them and .*or run without --fresh"):
         start_fresh(place)
     other = PLAN.model_copy(update={"training": PLAN.training.model_copy(update={"max_steps": 99})})
     with pytest.raises(LocalError, match=r"changed since its last run \(its settings\)"):

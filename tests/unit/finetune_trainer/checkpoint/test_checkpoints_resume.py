@@ -70,9 +70,9 @@ def under_other_names(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (without(MANIFEST), [NEWEST, FIRST, "manifest.json: cannot be read"]),
-        (without(rank_file(0)), [NEWEST, FIRST, "rank-00000.safetensors: is missing"]),
-        (under_other_names, ["step-0000000021: holds the checkpoint of step 22"]),
+        (without(MANIFEST), [NEWEST, FIRST, "manifest.json cannot be read"]),
+        (without(rank_file(0)), [NEWEST, FIRST, "rank-00000.safetensors is missing"]),
+        (under_other_names, ["step-0000000021 holds the checkpoint of step 22"]),
         (without_directories, ["latest says that the checkpoint of step 22 was complete"]),
     ],
     ids=["no manifest", "no file", "other names", "no directory"],

@@ -35,5 +35,5 @@ def test_an_empty_tensor_is_read(header: TensorHeader) -> None:
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(errors.StorageError, match="absent: could not be read"):
+    with pytest.raises(errors.StorageError, match="absent could not be read"):
         Sources([tmp_path / "absent"])

@@ -72,9 +72,7 @@ def test_a_file_with_more_layers_that_no_index_names_is_refused(pair: tuple[Path
     known = next(name for name in read_checkpoint(base).tensors if ".layers.0." in name)
     further = known.replace(".layers.0.", ".layers.77.")
     save_file({further: torch.zeros(4)}, base / "b.safetensors")
-    with pytest.raises(
-        errors.BrokenCheckpointError, match=rf"b\.safetensors: holds tensor {further}, which the index leaves out"
-    ):
+    with pytest.raises(errors.BrokenCheckpointError, match=rf"b\.safetensors holds tensor {further}, which the index leaves out"):
         merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
     assert not (tmp_path / "merged").exists()
     # The same weights a second time, or what nobody can read, are no part of the model.
@@ -277,7 +275,7 @@ def test_a_link_that_is_turned_while_the_merge_runs_is_not_followed(
 def test_settings_that_are_no_json_are_not_copied(pair: tuple[Path, Path], tmp_path: Path) -> None:
     base = Path(shutil.copytree(pair[0], tmp_path / "base"))
     (base / "generation_config.json").write_text('{"temperature": NaN}')
-    with pytest.raises(errors.BrokenCheckpointError, match=r"generation_config.json: is not JSON \(NaN is not a value"):
+    with pytest.raises(errors.BrokenCheckpointError, match=r"generation_config.json is not JSON \(NaN is not a value"):
         merge_adapter(MergeOptions(base, (pair[1],), tmp_path / "merged", None, GIB))
 
 

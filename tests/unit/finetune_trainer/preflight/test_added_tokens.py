@@ -234,7 +234,7 @@ def test_a_process_that_is_killed_while_it_writes_the_record_leaves_nothing(
     [
         (-9, ModelCheckKilledError, "was killed"),
         (1, ModelCheckError, "exited with status 1"),
-        (0, ModelCheckError, "answered with something else"),
+        (0, ModelCheckError, "answered with something other than findings"),
     ],
 )
 def test_a_process_that_does_not_answer_is_no_verdict(
@@ -388,5 +388,5 @@ def test_a_record_of_others_is_no_record(tmp_path: Path, wrong: dict[str, Any]) 
     job.workspace.added_tokens.write_text(json.dumps(content))
     assert job.with_trained_rows().plan.method.lora is not None
     job.workspace.added_tokens.write_text(json.dumps(content | wrong))
-    with pytest.raises(ModelError, match="what preflight"):
+    with pytest.raises(ModelError, match=r"preflight.s record"):
         job.with_trained_rows()

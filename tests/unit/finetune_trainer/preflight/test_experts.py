@@ -35,7 +35,7 @@ def test_routers_that_all_linear_trains_are_told_of(tmp_path: Path, kind: str, r
     assert (found is not None) is (kind == "mixtral")
     if found is not None:
         assert (found.severity, found.field) == ("warning", "spec.method.lora.targetModules")
-        assert f"2 routers, first model.layers.0.{router}" in found.message
+        assert f"2 routers, such as model.layers.0.{router}" in found.message
         assert "targetModules: [k_proj, o_proj, q_proj, v_proj]" in found.fix
         assert "targetParameters: [mlp.experts.down_proj, mlp.experts.gate_up_proj]" in found.fix
     _, findings = check_model(plan({"type": "LoRA", "lora": Q}), directory)

@@ -57,7 +57,7 @@ def test_a_checkpoint_that_is_gone_is_not_missed_once_the_job_has_its_own(tmp_pa
 @pytest.mark.parametrize(
     ("fault", "expected"),
     [
-        ("missing", "manifest.json: cannot be read"),
+        ("missing", "manifest.json cannot be read"),
         ("changed", "has sha256"),
         ("cut", "bytes,"),
         ("other name", "is of another model or method: it holds"),

@@ -122,7 +122,7 @@ def test_prompts_are_text_or_token_ids(tmp_path: Path) -> None:
     path.write_text("[1, 2, 3]\n\n[4]\n")
     assert command.read_prompts(path, tmp_path) == [[1, 2, 3], [4]]
     path.write_text("[1]\nWhy is the sky blue?\n")
-    with pytest.raises(ConfigError, match="line 2: is text"):
+    with pytest.raises(ConfigError, match="line 2 is text"):
         command.read_prompts(path, tmp_path)
     path.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):

@@ -34,11 +34,11 @@ def test_figures_within_every_threshold_pass() -> None:
     [
         (
             {"usual_abs_difference": 2.0},
-            "the largest difference of 90% of positions is 0.1 of the largest logit, and allowed is 0.094",
+            "the largest difference of 90% of positions is 0.1 of the largest logit; the limit is 0.094",
         ),
         ({"mean_kl": 0.02}, "mean KL divergence of 90% of positions is 0.02"),
         ({"top1_agreement": 0.9}, "agrees at 90.00%"),
-        ({"mean_kl": 0.004, "effect_mean_kl": 0.006}, "67% as far"),
+        ({"mean_kl": 0.004, "effect_mean_kl": 0.006}, "distance from base + adapter is 67% of the base model's; the limit is"),
     ],
 )
 def test_each_threshold_refuses_alone(change: dict[str, float], words: str) -> None:
@@ -54,7 +54,7 @@ def test_where_experts_are_chosen_the_median_position_is_judged() -> None:
     one_elsewhere = dataclasses.replace(GOOD, max_abs_difference=10.0, chooses_experts=True)
     assert gate_failures(one_elsewhere, gate) == ()
     (found,) = gate_failures(dataclasses.replace(one_elsewhere, usual_abs_difference=1.5), gate)
-    assert "the largest difference of 50% of positions is 0.075 of the largest logit, and allowed is 0.062" in found
+    assert "the largest difference of 50% of positions is 0.075 of the largest logit; the limit is 0.062" in found
     assert gate_failures(dataclasses.replace(GOOD, usual_abs_difference=1.5), gate) == ()
 
 
