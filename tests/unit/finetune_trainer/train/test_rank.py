@@ -208,7 +208,7 @@ def test_losing_all_progress_is_never_silent(tmp_path: Path) -> None:
     cause = cause_of(context)
     assert cause.failure is FailureClass.CHECKPOINT_INVALID
     assert all(path.name in cause.message for path in context.workspace.checkpoints.glob("step-*"))
-    assert "remove it" in cause.hint
+    assert "remove the directory" in cause.hint
     for path in context.workspace.checkpoints.glob("step-*"):
         shutil.rmtree(path)
     assert run_gang(context) == [EXIT_CODES[FailureClass.CHECKPOINT_INVALID]] * 2
