@@ -213,7 +213,7 @@ def _profile(
     return _judged(
         CheckId.PROFILE,
         labels if isinstance(labels, UnknownFact) else profile.namespace_selector.selects(labels or {}),
-        f"{allowed}, by the labels of the namespace",
+        f"{allowed}, because the namespace's labels match",
         f"{refused}: its labels do not match namespaceSelector",
         f"ask the platform team to label {namespace}, {instead}",
         fix_unknown=f"ask somebody who may `get` the Namespace {namespace}: the profile selects namespaces by labels",

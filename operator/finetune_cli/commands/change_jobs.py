@@ -209,8 +209,8 @@ def fork(
         claim, retain = workspace_claim_name(job.name), documents.text(job.spec, "workspace", "retain")
         if documents.text(document, "spec", "workspace", "claimName") == claim and retain == RetainPolicy.DELETE:
             head += (
-                f"# Its workspace is the claim {claim}, which is deleted with {job.name} (spec.workspace.retain: Delete), "
-                f"and with it\n# what the new job has trained. Keep {job.name} until the new job is done.\n"
+                f"# Its workspace is the claim {claim}. Deleting {job.name} also deletes that claim (spec.workspace.retain: "
+                f"Delete)\n# and all that the new job has trained. Keep {job.name} until the new job is done.\n"
             )
     text = head + document_text(document)
     return text, validate_files([(f"fork of {name}", text)], _profile_text(cluster, text, name))

@@ -134,7 +134,7 @@ def _accumulation(_row: Row, value: Any, spec: Spec) -> Proposal:
     total = (micro or 1) * ranks * (steps or 1)
     is_clear = all(len({*counts}) < 2 and None not in counts for counts in (micros, nodes, processes, [steps]))
     has_total = any(True for _ in values_of(spec, _TOTALS))
-    # Elsewhere a step counts records unless packing is asked for; packed, the same run has a fraction of the steps.
+    # Other trainers fill a batch with single records unless packing is enabled, which leaves far fewer steps.
     packs = any(True for _ in values_of(spec, names_of("data.packing")))
     return _set(
         {"training.globalBatchSize": min(total, _MOST_COUNTED)},

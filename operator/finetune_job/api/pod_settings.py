@@ -84,7 +84,7 @@ class Toleration(ApiModel):
         if self.key is None and self.operator != "Exists":
             raise ValueError("a toleration without a key tolerates every taint; write operator: Exists, or name the key")
         if self.operator == "Exists" and self.value:
-            raise ValueError("operator Exists has no value; remove the value, or write operator: Equal")
+            raise ValueError("operator Exists takes no value; remove it, or write operator: Equal")
         if self.toleration_seconds is not None and self.effect != "NoExecute":
             raise ValueError("tolerationSeconds belongs to effect NoExecute; set the effect, or remove tolerationSeconds")
         return self

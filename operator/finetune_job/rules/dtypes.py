@@ -33,7 +33,7 @@ def fsdp1_adapter_dtype(context: RuleContext) -> Problem | None:
     return Problem(
         value=fsdp.peft_wrap_policy,
         message=f"adapters are held in float32 and the base in {base}; without PEFT's wrap policy they share a unit, whatever "
-        'useOrigParams says: "Must flatten tensors with uniform dtype"',
+        'useOrigParams says, and FSDP fails: "Must flatten tensors with uniform dtype"',
         fix=f"set {_PEFT_POLICY} to true"
         + (f" and {_ORIG_PARAMS} to false" if needs_flat_units else "")
         + f", or {_AUTOCAST} to false, or use version 2",

@@ -31,7 +31,7 @@ async def wait_for_crds(api: Api, longest: float, poll: float) -> None:
                 await asyncio.sleep(poll)
     except TimeoutError as error:
         raise CrdsMissingError(
-            f"after {longest:.0f} s still missing: {reported}; install the chart with crds.enabled=true, or apply crds/"
+            f"{reported} is still missing after {longest:.0f} s; install the chart with crds.enabled=true, or apply crds/"
         ) from error
 
 

@@ -77,7 +77,7 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         value=written.get(field),
         message=f"with these steps, rate and gradients no trained value can change by more than {reach:.0e} in the whole run, "
         "less than the weights' precision: the result would be the base model, and its merge may fail its verification",
-        fix=f'remove {" and ".join(changes)}, or write usual values: a rate such as "{_rates(plan).proposed}", a norm of "1.0", '
+        fix=f'remove {" and ".join(changes)}, or use typical values: a rate such as "{_rates(plan).proposed}", a norm of "1.0", '
         'an epsilon of "1e-8"',
         field=field,
         changes=changes,
@@ -155,7 +155,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         value=written[removed[0]],
         message=f"each step moves a weight by about {_step(plan):.2g} ({_factors(plan.method)}), and weights of language models "
         "are of the order of 0.02: what the model knows is overwritten",
-        fix=f"remove {' and '.join(removed)}, or write usual values: a rate from {_rates(plan).words}"
+        fix=f"remove {' and '.join(removed)}, or use typical values: a rate from {_rates(plan).words}"
         + (", a loraAlpha of twice the rank" if plan.method.lora is not None else ""),
         field=_SETTINGS if removed[0] == _SETTINGS_ALPHA else removed[0],
         changes=dict.fromkeys(removed),

@@ -91,7 +91,7 @@ POLICY: dict[FailureClass, Policy] = {
     ),
     FailureClass.PLAN_MISMATCH: Policy(
         _N,
-        "Reported by the container: the plan file does not have the digest of its arguments.",
+        "Reported by the container: the plan file does not match the digest in the container's arguments.",
         "Somebody changed the plan's ConfigMap: restore its content and increase spec.run.retry.",
         outside=True,
     ),

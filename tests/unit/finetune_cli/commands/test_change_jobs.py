@@ -121,7 +121,7 @@ def test_a_fork_on_a_claim_that_goes_with_the_other_job_says_so() -> None:
         return text[: text.index("apiVersion")]
 
     template = {"storage": "1Gi"}
-    assert "the claim running-workspace, which is deleted with running (spec.workspace.retain: Delete)" in head(
+    assert "Its workspace is the claim running-workspace. Deleting running also deletes that claim" in head(
         volumeClaimTemplate=template, retain="Delete"
     )
     assert "is deleted" not in head(volumeClaimTemplate=template, retain="Keep")
