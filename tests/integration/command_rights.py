@@ -56,13 +56,13 @@ COMMANDS = (
 )
 HEAD = """## Commands
 
-What a Role must give to those who call `kubectl finetune`, in the namespace of the jobs; rights to profiles are of the whole
-cluster. With `-A` the rights to jobs must be of all namespaces. Without an optional right a command answers, and says what it
-could not see. The right to list jobs also lets `status`, `logs` and the others suggest a name for one that does not exist. A test
-gives commands these rights and no others, and takes rights away.
+This is what a Role must grant to users of `kubectl finetune` in the namespace of the jobs; rights to profiles must be
+cluster-wide. With `-A` the rights to jobs must be cluster-wide too. Without an optional right a command still works, and says
+what it could not read. With the right to list jobs, `status`, `logs` and the others also suggest a name if a job does not exist.
+A test runs the commands with exactly these rights, and with fewer.
 
-The right to `use` claims is what the chart's admission policy asks of those who create jobs; a right to the claims that the job
-names is enough, and so is the right to create pods.
+The chart's admission policy requires the right to `use` claims of those who create jobs; a right to the claims that the job names
+is enough, and so is the right to create pods.
 
 The roles `user` and `viewer` of the chart give the rights to jobs; those to pods, logs, events and configmaps come with the
 built-in roles `view` (to read) and `edit` (to run the pod that reads a workspace).

@@ -422,7 +422,7 @@ def test_helm_test_runs_the_job_of_the_values(
         workload.fail(failing, FailureClass.USER_DATA, "no records")
         code, said = running.result()
     # Without waiting for the end of its time.
-    assert (code, said.startswith("failed: the FineTuneJob of the values succeeds: it is Stalled; look at it with")) == (
+    assert (code, said.startswith("failed: the FineTuneJob of the values succeeds: it is Stalled; inspect it with")) == (
         1,
         True,
     ), said

@@ -32,14 +32,14 @@ NEVER = {"secrets", "pods/exec", "pods/attach", "pods/portforward", "pods/epheme
 """Resources of which nobody here may do anything."""
 HEAD = """# Rights
 
-What an API server answers (`kubectl auth can-i`) for the operator's ServiceAccount, for that of an operator with `namespaces`
-set to one namespace, for a user and a viewer with a RoleBinding there to the chart's roles of these names, and for an admin with
-a ClusterRoleBinding. Everything else is as the chart has it by default. A test asks it all again.
+These tables show the answers of an API server (`kubectl auth can-i`) for the operator's ServiceAccount, for that of an operator
+with `namespaces` set to one namespace, for a user and a viewer with a RoleBinding there to the chart's roles of these names, and
+for an admin with a ClusterRoleBinding. All other values are the chart's defaults. A test verifies the tables.
 
-"all" is get, list, watch, create, update, patch, delete and deletecollection. Rights to single objects by their name are not
-here: the operator may also read the ClusterRoles that its profiles go with, change those profiles, and renew its Lease. The
-admission policies ([security.md](../explanation/security.md)) end its rights further: it creates and deletes only what a
-FineTuneJob controls, and of a pod it changes only the label with its attempt.
+"all" is get, list, watch, create, update, patch, delete and deletecollection. Rights to single objects by name are left out: the
+operator may also read the ClusterRoles that own its profiles, change those profiles, and renew its Lease. The admission policies
+([security.md](../explanation/security.md)) limit its rights further: it creates and deletes only objects that a FineTuneJob
+controls.
 """
 Subject = tuple[str, tuple[str, ...]]
 
