@@ -83,5 +83,7 @@ def test_what_is_missing_in_the_end_is_named_with_the_fix(
                 raise answer
             return answer
 
-    with pytest.raises(CrdsMissingError, match=rf"{missing} is still missing after 0 s; install the chart with crds.enabled=true"):
+    with pytest.raises(
+        CrdsMissingError, match=rf"{missing} is still missing after 0 s; install the chart with crds.enabled=true"
+    ):
         wait(Endless(*answers), longest=0.05)
