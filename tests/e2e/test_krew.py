@@ -33,7 +33,7 @@ def test_the_manifest_names_an_archive_for_each_platform() -> None:
     assert {one["bin"] for one in platforms} == {"kubectl-finetune"}
     assert platforms[3]["uri"] == f"{URL}kubectl-finetune-v0.2.0-darwin-arm64.tar.gz"
     caveats = document["spec"]["caveats"]
-    assert "On macOS it needs Python 3.11" in caveats
+    assert "On macOS, python3.11 must be on PATH" in caveats
     assert "On Linux, the plugin contains its own Python" in caveats
 
 

@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "activated LoRA": ({"alora_invocation_tokens": [1, 2]}, "switches itself on at run time"),
     "frankenmerge": ({"layer_replication": [[0, 2], [1, 2]]}, "different layers"),
     "another rank": ({"r": 8}, "expected [8, 96]"),
-    "text for a number": ({"lora_alpha": "8"}, "holds a value of a kind that PEFT does not write"),
+    "text for a number": ({"lora_alpha": "8"}, "of a kind that PEFT does not write"),
 }
 """Kind of adapter -> its settings, and why it is refused before anything is written."""
 
