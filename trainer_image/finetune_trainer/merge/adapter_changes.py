@@ -23,22 +23,22 @@ from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import StoredModel, StoredParameter
 
 MAX_ROWS = 1 << 20
-"""Largest number of rows of enlarged embeddings. XLM-V, the largest vocabulary of a published model, has 901,629."""
+"""Maximum number of rows of enlarged embeddings. The largest vocabulary of a published model, that of XLM-V, has 901,629."""
 _VOCABULARY_BUFFER = "final_logits_bias"
-"""Buffer with a value for each token (Bart and its relatives). It is resized with the embeddings, but adapters do not hold it."""
+"""Buffer with one value per token (Bart and its relatives). It is resized with the embeddings, but adapters do not store it."""
 
 
 @dataclass
 class AdapterChanges:
-    """The changes and replacements of parameters by one adapter. Keys are the model's own parameter paths."""
+    """The parameters that one adapter changes or replaces. Keys are the model's own parameter paths."""
 
     changes: dict[str, list[Change]] = field(default_factory=dict)
     replacements: dict[str, TensorHeader] = field(default_factory=dict)
     """The adapter's tensors that replace parameters. They apply before the changes."""
     base_copies: set[str] = field(default_factory=set)
-    """Paths whose replacement was not trained, but is a copy of the values that the base had in training."""
+    """Paths of parameters whose replacement was not trained: it is a copy of the values that the base had in training."""
     matrices: list[MatrixChange] = field(default_factory=list)
-    """Changes of single stored matrices, which belong to parameters that consist of several stored tensors."""
+    """Changes of single stored matrices, for parameters that can consist of several stored tensors."""
 
     def add(self, path: str, change: Change) -> None:
         self.changes.setdefault(path, []).append(change)
@@ -58,9 +58,9 @@ def module_of(path: str) -> str:
 
 
 def with_saved_vocabulary(model: StoredModel, adapters: Sequence[Mapping[str, TensorHeader]]) -> StoredModel:
-    """Return the model with embeddings as large as in the adapters' files; the same model if they are not larger there.
+    """Return the model with its embeddings enlarged to their size in the adapters' files, or unchanged if they are no larger.
 
-    adapters: tensors by name; only their shapes are compared. Raises UnsupportedBaseError, and AdapterTensorError if the
+    adapters: each adapter's tensors by name; only shapes are compared. Raises UnsupportedBaseError, and AdapterTensorError if the
     embeddings were made smaller, are too large, or differ in size.
     """
     stored, embeddings = model.vocabulary(), model.embeddings
@@ -105,7 +105,7 @@ def with_saved_vocabulary(model: StoredModel, adapters: Sequence[Mapping[str, Te
 
 
 def token_rows(tensor: TensorHeader, indices: tuple[int, ...], weight: StoredParameter, field_name: str) -> TokenRows:
-    """Return a weight's trained rows. field_name: field of adapter_config.json with the indices. Raises AdapterTensorError."""
+    """Return a weight's trained rows. field_name: the adapter_config.json field with their indices. Raises AdapterTensorError."""
     check_shapes({"": tensor}, {"": (len(indices), *weight.shape[1:])}, f"the {len(indices)} {field_name} of {weight.path}")
     outside = next((index for index in indices if not 0 <= index < weight.shape[0]), None)
     if outside is not None:
@@ -118,9 +118,9 @@ def token_rows(tensor: TensorHeader, indices: tuple[int, ...], weight: StoredPar
 
 
 def follow_ties(path: str, tensor: TensorHeader, model: StoredModel, saved: Collection[str], result: AdapterChanges) -> None:
-    """Also replace the parameters that share memory with the one at `path`, into which PEFT loads `tensor`.
+    """Also replace the parameters that are tied to `path`: PEFT loads `tensor` into the memory that they share.
 
-    saved: paths of parameters whose values are all in the adapter's file. They are not replaced.
+    saved: paths of parameters that the adapter's file stores whole. They are not replaced.
     """
     tie = model.tie(path)
     for other in tie.paths if tie else ():
@@ -129,15 +129,15 @@ def follow_ties(path: str, tensor: TensorHeader, model: StoredModel, saved: Coll
 
 
 def saved_parameters(adapter: AdapterHeaders, model: StoredModel) -> frozenset[str]:
-    """Return the paths of the embeddings whose values are all in the adapter's file."""
+    """Return the paths of the embeddings that the adapter's file stores whole."""
     saved = {path for name in adapter.tensors if (path := whole_parameter(name)) is not None}
     return model.embeddings & {model.path(path) for path in saved}
 
 
 def require_all_rows(model: StoredModel, replaced: Collection[str]) -> None:
-    """Check that the adapters hold every parameter with a row for each token, if the vocabulary was resized.
+    """If the vocabulary was resized, check that the adapters hold every parameter that has one row per token.
 
-    replaced: paths of the parameters that they replace. Raises AdapterTensorError, which names a missing parameter.
+    replaced: paths of the parameters that the adapters replace. Raises AdapterTensorError, which names a missing parameter.
     """
     if model.num_rows is None:
         return
@@ -164,7 +164,7 @@ def apply_to_tied_copies(adapter: AdapterHeaders, model: StoredModel, result: Ad
 
 
 def require_all_targets(model: StoredModel, settings: AdapterSettings, adapted: set[str]) -> None:
-    """Check that each target has adapter tensors. If not, the file was saved incompletely, for example by one rank of FSDP.
+    """Check that each target has adapter tensors. If not, the file was saved incompletely, for example by a single FSDP rank.
 
     adapted: paths of the weights that the adapter changes. Raises AdapterTensorError, which names the module.
     """

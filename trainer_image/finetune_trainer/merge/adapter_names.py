@@ -1,7 +1,7 @@
-"""Parses the names of tensors in a LoRA adapter file into the module of the base model and the part of the adapter.
+"""Parses each tensor name in a LoRA adapter file into a module of the base model and a part of the adapter.
 
-peft 0.21.2 writes these names (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and the like are factors,
-`<module>.token_adapter.trainable_tokens_delta` holds trained rows, and `<module>.base_layer.<parameter>` and
+peft 0.21.2 writes these names (get_peft_model_state_dict): `base_model.model.<module>.lora_A.weight` and similar names are
+factors, `<module>.token_adapter.trainable_tokens_delta` holds trained rows, and `<module>.base_layer.<parameter>` and
 `<module>.<parameter>` hold whole parameters (embeddings, biases, modules_to_save). If several parameters of one module are
 adapted (target_parameters), PEFT nests its layers: `<module>.base_layer.lora_A.weight` is one level deeper.
 """
@@ -19,7 +19,7 @@ from finetune_trainer.weights.headers import TensorHeader
 
 Key = TypeVar("Key")
 CLASSIFIER_HEADS = ("score", "classifier", "qa_outputs")
-"""Names of transformers' output layers for tasks other than the next token. PEFT saves them whole with an adapter."""
+"""Names of transformers' output layers for tasks other than next-token prediction. PEFT saves these whole with an adapter."""
 TOKENS_PART = "token_adapter.trainable_tokens_delta"
 FACTOR_PARTS: Mapping[str, str] = {
     "lora_A.weight": "lora_A",
@@ -30,32 +30,32 @@ FACTOR_PARTS: Mapping[str, str] = {
     "lora_magnitude_vector": "lora_magnitude_vector",
     "lora_magnitude_vector.weight": "lora_magnitude_vector",
 }
-"""Name of a part in files, including those of older PEFT versions -> its kind."""
+"""Name of a part in adapter files, including those of older PEFT versions -> the kind of the part."""
 
 TOKENS_BASE = "token_adapter.base_layer"
-"""Prefix of the whole parameters of a module with trained rows, if these are also saved."""
+"""Prefix of a module's whole parameters if they are saved in addition to the module's trained rows."""
 WRAPPERS = ("modules_to_save", TOKENS_BASE, "base_layer")
-"""Names that PEFT puts between the names of a module and of its parameter."""
+"""Names that PEFT inserts between a module's name and the name of its parameter."""
 
 _NESTED = re.compile(r"(?P<module>.+?)(?P<nesting>(\.base_layer)*)\.(?P<part>(?:lora_|token_adapter\.|modules_to_save\.).+)")
 
 
 @dataclass
 class ParsedAdapter:
-    """The tensors of one file, sorted by kind. Modules have the names that they have in the base model."""
+    """The tensors of one adapter file, grouped by kind. Modules are named as in the base model."""
 
     factors: dict[tuple[str, int], dict[str, TensorHeader]] = field(default_factory=dict)
-    """Factors by module and depth of nesting, then by the values of FACTOR_PARTS."""
+    """Factors by module and nesting depth, then by kind (a value of FACTOR_PARTS)."""
     tokens: dict[str, TensorHeader] = field(default_factory=dict)
     """Trained rows by module."""
     whole: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
-    """Whole parameters by module and name, as in the module itself."""
+    """Whole parameters by module and by the parameter's name in that module."""
     base_copies: dict[tuple[str, str], TensorHeader] = field(default_factory=dict)
-    """Whole parameters of the layers below an adapter. They are the values that the base had in training, or trained biases."""
+    """Whole parameters of base layers that an adapter wraps: the values that the base had in training, or trained biases."""
 
 
 def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
-    """Sort an adapter's tensors by their names. Raises AdapterTensorError, which names the tensor."""
+    """Group an adapter's tensors by parsing their names. Raises AdapterTensorError, which names the tensor."""
     parsed = ParsedAdapter()
     for name, tensor in adapter.items():
         if not name.startswith(INSIDE_PEFT):
@@ -90,7 +90,7 @@ def parse_names(adapter: Mapping[str, TensorHeader]) -> ParsedAdapter:
 
 
 def whole_parameter(name: str) -> str | None:
-    """Return the path of the base parameter whose values are all in this adapter tensor; None if it is a part of an adapter."""
+    """Return the path of the base parameter that this tensor stores whole; None if the tensor is only a part of an adapter."""
     if ".lora_" in name or not name.endswith((".weight", ".bias")):
         return None
     module, _, parameter = name.removeprefix(INSIDE_PEFT).rpartition(".")

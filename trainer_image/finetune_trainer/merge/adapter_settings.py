@@ -16,7 +16,7 @@ from finetune_trainer.weights.errors import UnsupportedAdapterError
 from finetune_trainer.weights.headers import TensorHeader
 
 BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Values (or prefixes) of `init_lora_weights` that let PEFT subtract from the base weights when training starts."""
+"""Values (or prefixes) of `init_lora_weights` that make PEFT modify the base weights when training starts."""
 
 REFUSED_FIELDS: Mapping[str, str] = {
     "layer_replication": "the merged model would have different layers from the base model",
@@ -32,7 +32,7 @@ REFUSED_FIELDS: Mapping[str, str] = {
 """Fields of LoraConfig that make an adapter compute something other than LoRA, rsLoRA or DoRA -> why it cannot be merged."""
 
 EMBEDDING_LAYER_NAMES = frozenset({"embed_tokens", "lm_head"})
-"""Modules that PEFT takes for embeddings if ensure_weight_tying is set (peft.utils.other.EMBEDDING_LAYER_NAMES)."""
+"""Modules that PEFT treats as embeddings if ensure_weight_tying is set (peft.utils.other.EMBEDDING_LAYER_NAMES)."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class AdapterHeaders:
     tensors: Mapping[str, TensorHeader]
     config: Mapping[str, Any]
     copies: frozenset[str] = field(default_factory=frozenset)
-    """Names of adapter tensors that only repeat, for a tied parameter, the tensors of the parameter it is tied to (inputs.py)."""
+    """Names of a tied parameter's adapter tensors that only repeat those of the parameter it is tied to (see inputs.py)."""
 
 
 @dataclass(frozen=True)
 class AdapterSettings:
-    """The part of LoraConfig that decides names, ranks and scalings. Modules have the names that they have in the base model."""
+    """The fields of LoraConfig that determine names, ranks and scalings. Modules are named as in the base model."""
 
     r: int
     lora_alpha: float
@@ -62,25 +62,25 @@ class AdapterSettings:
     exclude_modules: tuple[str, ...] | str
     modules_to_save: tuple[str, ...]
     layers: tuple[int, ...] | None
-    """Numbers of the layers to which target_modules is limited; None: all layers."""
+    """Indices of the layers to which target_modules is limited; None: all layers."""
     layers_pattern: tuple[str, ...]
     ties_embeddings: bool
-    """Whether PEFT also puts the adapter of the input embeddings on the output embeddings (ensure_weight_tying)."""
+    """Whether PEFT also applies the adapter of the input embeddings to the output embeddings (ensure_weight_tying)."""
     token_indices: tuple[int, ...] | Mapping[str, tuple[int, ...]] | None
-    """Indices of trained rows: of the input embeddings, or (mapping) of the modules whose names end with a key."""
+    """Indices of trained rows. A tuple is for the input embeddings; the keys of a mapping are endings of module names."""
 
     def rank(self, name: str) -> int:
-        """Return the rank of the adapter on the module (or the parameter, for target_parameters) of this name."""
+        """Return the rank of the adapter on the module (for target_parameters: the parameter) with this name."""
         return self.rank_pattern.get(_first_pattern(self.rank_pattern, name), self.r)
 
     def scaling(self, name: str) -> float:
-        """Return the factor of B@A: alpha / r, or alpha / sqrt(r) for rsLoRA, as a Python float like in PEFT."""
+        """Return the factor of B@A: alpha / r, or alpha / sqrt(r) for rsLoRA. Like PEFT, this computes it as a Python float."""
         alpha = self.alpha_pattern.get(_first_pattern(self.alpha_pattern, name), self.lora_alpha)
         rank = self.rank(name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, module: str) -> bool:
-        """Whether PEFT puts an adapter on a module of this name (if its class can hold one)."""
+        """Whether PEFT puts an adapter on a module with this name, provided that it supports the module's class."""
         if _matches(self.exclude_modules, module):
             return False
         if any(re.match(rf"(^|.*\.){saved}($|\..*)", module) for saved in self.modules_to_save):
@@ -89,7 +89,7 @@ class AdapterSettings:
             return False
         if self.layers is None or isinstance(self.target_modules, str) or module in self.target_modules:
             return True
-        # Without a pattern, the first numbered part of a module's name is its layer.
+        # Without a pattern, the first number in a module's name, after two or more parts, is its layer index.
         forms = [rf"(?:^|.*?\.){name}\.(?P<number>\d+)\." for name in self.layers_pattern]
         matches = (re.match(form, module) for form in forms or [r".*?\.[^.]*\.(?P<number>\d+)\."])
         match = next(filter(None, matches), None)
@@ -100,7 +100,7 @@ class AdapterSettings:
         return _matches(self.target_parameters, path)
 
     def is_saved_whole(self, module: str) -> bool:
-        """Whether `module` is, or is inside, one of `modules_to_save`, whose parameters are whole tensors of the file."""
+        """Whether `module` is one of `modules_to_save`, or inside one. The file stores the parameters of these modules whole."""
         parts = module.split(".")
         prefixes = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
         return any(prefix.endswith(saved) for prefix in prefixes for saved in self.modules_to_save)
@@ -171,7 +171,7 @@ def _names(value: Any) -> tuple[str, ...] | str:
 
 
 def _matches(patterns: tuple[str, ...] | str, module: str) -> bool:
-    """Whether patterns match a module, by PEFT's rule.
+    """Whether patterns match a module's name, by PEFT's rule.
 
     A string is a regular expression for the whole name; a tuple holds names or ends of names.
     """

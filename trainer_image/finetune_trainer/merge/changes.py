@@ -1,7 +1,7 @@
-"""Describes changes of one matrix of the base model as data. The planner creates them, and `steps` carries them out.
+"""Describes changes to one matrix of the base model as data. The planner creates them, and `steps` carries them out.
 
 A stored tensor is one matrix, or several if experts are stacked in it. Each matrix has a tuple of changes, which are applied in
-order. Changes refer to tensors by their headers, so that no values are read early.
+order. Changes refer to tensors by their headers, so that planning reads no values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Addition:
-    """Adds scaling * a tensor of the same shape, the bias of lora_B."""
+    """Adds scaling * tensor, which is the bias of lora_B and has the parameter's shape."""
 
     tensor: TensorHeader
     scaling: float
@@ -70,12 +70,12 @@ class ModuleMerge:
     config: Mapping[str, Any]
     """Content of adapter_config.json."""
     shared_extent: tuple[int, int] | None = None
-    """(out, in): the largest sizes among all adapted layers, if these share projections of that size (VeRA)."""
+    """(out, in): the largest sizes among all adapted layers, if the layers share projections of this size (VeRA)."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """Quantizes and dequantizes a weight. A bitsandbytes layer with these settings computes with the result."""
+    """Quantizes a weight and dequantizes it again, as a bitsandbytes layer with these settings does when it computes."""
 
     quant_type: str
     """Type of the codes, nf4 or fp4."""

@@ -16,7 +16,7 @@ from finetune_trainer.merge.shard_file import ShardFile
 from finetune_trainer.weights.headers import DTYPE_BYTES
 
 if TYPE_CHECKING:
-    # Imported for types alone, because the module imports torch, and the first chunks are made before that.
+    # Imported for types only: the module imports torch, and the first chunks are made before torch is imported.
     from finetune_trainer.merge.steps.step import Step
 
 CHUNK_BYTES = 4 << 20
@@ -27,7 +27,7 @@ Rows = tuple[int, int]
 
 @dataclass(frozen=True)
 class RowCut:
-    """Rows that go through all steps together, and for each step the blocks in which it processes them."""
+    """Rows that go through all steps together, and the blocks in which each step processes these rows."""
 
     rows: Rows
     blocks: tuple[tuple[Rows, ...], ...]
@@ -74,7 +74,7 @@ class RowChunk:
 
     @property
     def is_large(self) -> bool:
-        """Whether the chunk needs much larger buffers than usual. Then no other chunk is in memory, and the buffers are freed."""
+        """Whether the chunk needs very large buffers. No other chunk is then in memory, and the buffers are freed afterwards."""
         return self.source_bytes + self.num_bytes > 6 * CHUNK_BYTES
 
 
@@ -84,7 +84,7 @@ def chunks(
     """Yield chunks in the order of the file, starting with the matrix in which the file's durable part ends.
 
     load_step: called for each change of a matrix, in the order of the file. whole_tensors: receives the names of tensors with a
-    matrix that is computed in one piece, and therefore is in memory as a whole.
+    matrix that is computed in one piece, and is therefore held in memory as a whole.
     """
     for tensor in shard.tensors:
         num_rows, num_columns = tensor.matrix_shape if any(tensor.changes) else (tensor.num_bytes // DTYPE_BYTES[tensor.dtype], 1)

@@ -21,11 +21,11 @@ from finetune_trainer.weights.errors import NotFiniteError
 from finetune_trainer.weights.rounding import TORCH_DTYPES, all_finite, round_into
 
 SHARED_FACTORS = 8
-"""Number of adapter tensors that stay in memory because many matrices need them: A and B of two adapters on the two parameters of
-an expert, whose stored parts alternate in a file.
+"""Number of adapter tensors that stay in memory because many matrices need them: A and B of two adapters, each on the two
+parameters of an expert, whose stored parts alternate in a file.
 """
 BETWEEN_STEPS = (3, 4)
-"""Numbers of the scratch blocks that alternately hold the values between two steps."""
+"""Indices of the two scratch blocks that take turns holding the values between steps."""
 
 _of_thread = threading.local()
 
@@ -46,7 +46,7 @@ class StepLoader:
 
 
 def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> None:
-    """Write the chunk's values to `output`. source: its stored bytes. Raises NotFiniteError, which names the tensor."""
+    """Write the chunk's values to `output`. source: the chunk's stored bytes. Raises NotFiniteError, which names the tensor."""
     use_one_thread()
     tensor, scratch = chunk.tensor, _scratch_of_thread()
     shape = (chunk.stop - chunk.start, chunk.num_columns)
@@ -76,7 +76,7 @@ def compute_chunk(chunk: RowChunk, source: memoryview, output: memoryview) -> No
 
 
 def use_one_thread() -> None:
-    """Let torch compute this thread's operations in this thread alone, because the stream has threads of its own."""
+    """Make torch run this thread's operations on this thread only, because the stream already uses several threads."""
     if not hasattr(_of_thread, "is_limited"):
         torch.set_num_threads(1)
         _of_thread.is_limited = True

@@ -1,4 +1,4 @@
-"""Finds out whether a merge has changed anything."""
+"""Determines whether a merge has changed anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from finetune_trainer.weights.rounding import READ_DTYPES
 
 
 def has_effect(files: Mapping[Shard, Path], base: Checkpoint) -> bool:
-    """Whether any value of the merged model differs from the base's, rounded to the same dtype. Stops at the first such value.
+    """Whether any value of the merged model differs from the base's, rounded to the same dtype. Stops at the first difference.
 
     files: the written shards.
     """

@@ -1,4 +1,4 @@
-"""Matches an adapter's regular expressions in a process with limits, before anything else uses them, since this may never end.
+"""Matches an adapter's regular expressions in a process with limits before anything else uses them, as matching may never end.
 
 The process runs this module as a program. Its standard input is `{"parent": PID, "seconds": N, "expressions": [...],
 "modules": [...]}`, and it exits with 0 once all expressions are matched.
@@ -25,20 +25,20 @@ from finetune_trainer.weights.errors import UnsupportedAdapterError
 CPU_SECONDS = 20
 """CPU time allowed for matching all expressions of a field against all modules. Ordinary expressions take milliseconds."""
 WALL_SECONDS = 600.0
-"""Wall-clock time allowed for the same. It suffices if the machine gives the process only a thirtieth of a CPU."""
+"""Wall-clock time allowed for the same matching. It suffices even if the process gets only a thirtieth of a CPU."""
 _PLAIN = re.compile(r"[\w.\-/]*")
 _SHOWN = 80
 
 
 def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Match all expressions within limits. modules: their names in the base model.
+    """Match all expressions within limits. modules: names of the base model's modules.
 
     Raises UnsupportedAdapterError, which names the field of adapter_config.json. Invalid expressions fail later, where they are
     used.
     """
     for field, written, expressions in _expressions(config):
         request = {"parent": os.getpid(), "seconds": CPU_SECONDS, "expressions": expressions, "modules": [*modules]}
-        # This starts a program instead of a fork, because a merge has threads.
+        # A program is started instead of a fork, because a merge has several threads.
         command = [sys.executable, "-m", "finetune_trainer.merge.expressions"]
         outcome = wait_for_answer(start_answering(command, os.environ, json.dumps(request).encode(), 1), WALL_SECONDS)
         if not outcome.has_answered:
@@ -50,7 +50,7 @@ def require_expressions_that_end(config: Mapping[str, Any], modules: Collection[
 
 
 def _expressions(config: Mapping[str, Any]) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield each field, its value, and the expressions that PEFT makes from it."""
+    """Yield each field, its value, and the expressions that PEFT builds from the value."""
     for field in ("target_modules", "exclude_modules", "feedforward_modules"):
         value = config.get(field)
         if isinstance(value, str) and not _PLAIN.fullmatch(value):

@@ -13,11 +13,11 @@ from finetune_trainer.weights.headers import TensorHeader
 from finetune_trainer.weights.stored import StoredParameter
 
 CONV1D_MODEL_TYPES = frozenset({"gpt2", "openai-gpt", "decision_transformer", "imagegpt", "clvp"})
-"""Model types of transformers 5.23 whose projections are Conv1D, which are stored as (in, out) instead of (out, in)."""
+"""Model types of transformers 5.23 whose projections are Conv1D layers, stored as (in, out) instead of (out, in)."""
 TRAINING_DTYPES = frozenset({"F32", "BF16", "F16"})
 
 LayerTensors = Mapping[str, TensorHeader]
-"""The tensors of one layer, by the values of adapter_names.FACTOR_PARTS."""
+"""The adapter's tensors on one layer, by kind (a value of adapter_names.FACTOR_PARTS)."""
 
 
 def module_change(
@@ -58,7 +58,7 @@ def bias_change(module: str, tensors: LayerTensors, bias: StoredParameter | None
 def convolution_changes(
     module: str, tensors: LayerTensors, base: Mapping[str, TensorHeader], settings: AdapterSettings, config: Mapping[str, Any]
 ) -> dict[str, ModuleMerge]:
-    """Return the changes of a convolution, which PEFT's own layer merges, by the name of the changed parameter.
+    """Return the changes of a convolution by the name of the changed parameter. PEFT's own layer carries them out.
 
     Raises AdapterTensorError, UnsupportedAdapterError.
     """

@@ -1,6 +1,6 @@
-"""Reads base and adapters, plans their merge, identifies them by their content, and detects changes of the files.
+"""Reads the base and the adapters, plans their merge, identifies them by content, and detects changes to their files.
 
-Only headers of weights are read, and values only if they may be stored twice. The base's weights are identified by the headers,
+Only the headers of weights are read, except values that may be stored twice. The base's weights are identified by the headers,
 ends, sizes and times of their files, because hashing them would take as long as the merge.
 """
 
@@ -48,9 +48,9 @@ MALFORMED_SETTING_ERRORS = (TypeError, ValueError, LookupError, AttributeError, 
 """Errors that are raised if a setting does not have the expected type."""
 
 _TRANSPOSED = {"lora_A.weight": "lora_embedding_B", "lora_B.weight": "lora_embedding_A"}
-"""Part of an adapter on output embeddings -> the part on tied input embeddings that is its transpose."""
+"""Part of an adapter on the output embeddings -> the part on the tied input embeddings that is its transpose."""
 _ROWS = frozenset({TOKENS_PART, f"{TOKENS_BASE}.weight", "trainable_tokens_delta", "base_layer.weight"})
-"""Parts of an adapter's tensor names for a module with trained rows."""
+"""Endings of the names of adapter tensors, after the module's name, if the module has trained rows."""
 
 
 def plan_merge(
@@ -58,7 +58,7 @@ def plan_merge(
 ) -> MergePlan:
     """Plan a merge from headers and configurations, which is fast enough for preflight. Raises MergeError.
 
-    quantization: merge into the base as a training with these settings quantized it; None: merge into the base as stored.
+    quantization: merge into the base as quantized in training with these settings; None: merge into the base as stored.
     """
     checkpoint, config = read_checkpoint(base), read_json(base / CONFIG_FILE)
     model = read_stored_model(checkpoint, config)
@@ -94,16 +94,16 @@ def plan_merge(
 
 
 def with_adapters_vocabulary(model: StoredModel, adapters: Sequence[Path]) -> StoredModel:
-    """Return the model with embeddings as large as in the adapters. Raises what with_saved_vocabulary and read_adapter raise."""
+    """Return the model with embeddings of the adapters' size. Raises what with_saved_vocabulary and read_adapter raise."""
     return with_saved_vocabulary(model, [read_adapter(adapter).tensors for adapter in adapters])
 
 
 def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | None) -> Path:
-    """Return the directory of the merged model's tokenizer: the last adapter that has a tokenizer, else the base.
+    """Return the directory that provides the merged model's tokenizer: the last adapter that has a tokenizer, else the base.
 
-    num_rows: number of rows of enlarged embeddings; None: the embeddings are not enlarged. If they are, tokens were added, so an
-    adapter's tokenizer with fewer tokens than the base's does not belong to this training. Raises UnsupportedAdapterError for a
-    tokenizer with more tokens than rows.
+    num_rows: number of rows of enlarged embeddings; None: the embeddings are not enlarged. Enlarged embeddings mean that tokens
+    were added, so a tokenizer with fewer tokens than the base's does not belong to this training. Raises UnsupportedAdapterError
+    for a tokenizer with more tokens than rows.
     """
     files = (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE)
     with_tokenizer = [adapter for adapter in reversed(adapters) if any((adapter / name).exists() for name in files)]
@@ -129,9 +129,9 @@ def tokenizer_directory(base: Path, adapters: Sequence[Path], num_rows: int | No
 
 
 def _fitting_tokenizer(base: Path, with_tokenizer: Sequence[Path]) -> Path:
-    """Return the first directory whose tokenizer has no tokens beyond the base's embeddings; the base's is the last resort.
+    """Return the first directory whose tokenizer has no more tokens than the base's embeddings have rows, or else the base.
 
-    A program that adds a padding token to the tokenizer, and no row to the embeddings, saves such a tokenizer with the adapter.
+    A tokenizer has too many if a program added a padding token to it, but no row to the embeddings, before it saved the adapter.
     """
     config = read_json(base / CONFIG_FILE)
     sizes = [part.get("vocab_size") for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
@@ -153,7 +153,7 @@ def _fitting_tokenizer(base: Path, with_tokenizer: Sequence[Path]) -> Path:
 def num_tokens(directory: Path) -> int:
     """Return the highest token id of the directory's tokenizer plus one; 0 if its files list no tokens. Raises MergeError.
 
-    For a tokenizer with its own vocabulary format instead of tokenizer.json, only added tokens count.
+    If a tokenizer has its own vocabulary format instead of tokenizer.json, only its added tokens are considered.
     """
     tokenizer, settings, added = (
         read_json(directory / name) if (directory / name).is_file() else {}
@@ -174,7 +174,7 @@ def num_tokens(directory: Path) -> int:
 
 
 def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
-    """Read an adapter, without copies of values that are stored elsewhere. model: the base. Raises MergeError."""
+    """Read an adapter's headers, leaving out copies of values that are stored elsewhere. model: the base. Raises MergeError."""
     config = read_json(directory / ADAPTER_CONFIG_FILE)
     tensors = _without_second_copies(read_adapter(directory).tensors)
     # PEFT also saves embeddings that were not trained. Copies of the base's values are left out.
@@ -187,10 +187,10 @@ def read_adapter_headers(directory: Path, model: StoredModel) -> AdapterHeaders:
 
 
 def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-    """Return the tensors with only one name for each parameter of a module that PEFT saves whole: its plain name.
+    """Return the tensors with only one name, the plain one, for each parameter of a module that PEFT saves whole.
 
     With `save_embedding_layers`, or after a resize of the vocabulary, files hold embeddings as `<module>.weight`, again as
-    `<module>.modules_to_save.weight`, and with their values before the training as `<module>.original_module.weight`. The same
+    `<module>.modules_to_save.weight`, and with the values from before training as `<module>.original_module.weight`. The same
     holds for biases if bias is "all". Raises AdapterTensorError if the first two differ.
     """
     kept = dict(tensors)
@@ -210,10 +210,10 @@ def _without_second_copies(tensors: Mapping[str, TensorHeader]) -> dict[str, Ten
 
 
 def _copies(tensors: Mapping[str, TensorHeader], model: StoredModel, config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of tensors of a module that has the same adapter or saved values as the module to which it is tied.
+    """Yield the names of the tensors of each tied module whose adapter or saved values equal those of the module it is tied to.
 
-    config: adapter_config.json. Unless it says that both were trained together, only whole parameters and trained rows of the
-    same tokens are compared.
+    config: adapter_config.json. Unless it says that both modules were trained together, only whole parameters and trained rows of
+    the same tokens are compared.
     """
     are_tied = bool(config.get("ensure_weight_tying"))
     indices = config.get("trainable_token_indices")
@@ -247,16 +247,16 @@ def _is_copy(tensor: TensorHeader, original: TensorHeader | None, part: str) -> 
 
 @dataclass(frozen=True)
 class MergeInputs:
-    """The input files. Keys are role and name, such as `adapter-1/adapter_config.json`."""
+    """The input files of a merge. Keys consist of role and name, such as `adapter-1/adapter_config.json`."""
 
     base_weights: dict[str, Path]
     others: dict[str, Path]
     states: dict[str, tuple[int, int]]
-    """Size, and time of the last change in ns, when the merge started."""
+    """Size and modification time (in ns) of each file when the merge started."""
 
     @classmethod
     def of(cls, base: Path, adapters: Sequence[Path]) -> MergeInputs:
-        """Return the files with their present sizes and times."""
+        """Return the files with their current sizes and modification times."""
         weights = {f"base/{name}": base / name for name in read_checkpoint(base).file_bytes}
         others = {f"base/{CONFIG_FILE}": base / CONFIG_FILE}
         for number, adapter in enumerate(adapters, start=1):
@@ -265,17 +265,17 @@ class MergeInputs:
         return cls(weights, others, {name: _state(path) for name, path in (weights | others).items()})
 
     def digests(self) -> dict[str, str]:
-        """Return what enters the plan's digest: the sha256 of the adapters' files, and of the ends of the base's weights."""
+        """Return the inputs of the plan's digest: sha256 of both ends of the base's weight files, and of all other files."""
         return {name: _fingerprint(path) for name, path in self.base_weights.items()} | {
             name: file_sha256(path) for name, path in self.others.items()
         }
 
     def identity(self) -> dict[str, list[int]]:
-        """Return `states` as JSON. A merge continues an earlier one only if they are equal."""
+        """Return `states` as JSON. A merge resumes an earlier one only if the states of both are equal."""
         return {name: list(state) for name, state in self.states.items()}
 
     def require_unchanged(self, digests: dict[str, str]) -> None:
-        """Check that no file has changed since `of`. digests: computed then. Raises InputChangedError, which names the file."""
+        """Check that no file has changed since `of`. digests: from then. Raises InputChangedError, which names the file."""
         for name, path in (self.base_weights | self.others).items():
             try:
                 is_same = _state(path) == self.states[name]

@@ -1,8 +1,8 @@
-"""Records which bytes of an unfinished output are durable, in an append-only file next to it that is also the output's lock.
+"""Records the durable bytes of an unfinished output in an append-only file next to it, which also serves as the output's lock.
 
 A line has a checksum, a space and a record as JSON. The first record names the plan and the inputs. Every other record names a
-file, a number of bytes and their sha256, and is written after that file is synced. So every readable line is true, whenever the
-process or the machine stopped. An incomplete last line is ignored. writer.py opens the journal, and stream.py adds records.
+file, a number of bytes and their sha256, and is written after that file is synced. So every readable line is true, no matter when
+the process or the machine stopped. An incomplete last line is ignored. writer.py opens the journal, and stream.py adds records.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Durable:
 class Journal:
     """The journal of one output, locked while it is open. Several threads may append to it.
 
-    Raises OutputBusyError when another process holds it, StorageError when the disk fails.
+    Raises OutputBusyError if another process holds the lock, and StorageError if the disk fails.
     """
 
     def __init__(self, path: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
@@ -52,9 +52,9 @@ class Journal:
             with translate_os_errors(path, "read"):
                 records, num_bytes = _read_records(path)
             self.is_continued = bool(records) and records[0] == head
-            """Whether an earlier merge with the same plan and inputs has begun this output."""
+            """Whether an earlier merge with the same plan and inputs has already begun this output."""
             self.durable: dict[str, Durable] = {}
-            """Durable parts when the journal was opened, by file name."""
+            """The part of each file that was durable when the journal was opened, by file name."""
             if self.is_continued:
                 for record in records[1:]:
                     self.durable[record["file"]] = Durable(record["num_bytes"], record["sha256"])
@@ -75,7 +75,7 @@ class Journal:
             self.has_records = True
 
     def remove(self) -> None:
-        """Delete the journal, then release the lock. The recorded files have got their final names or were deleted."""
+        """Delete the journal, then release the lock. Call this once the recorded files are renamed into place or deleted."""
         self.path.unlink(missing_ok=True)
         self.close()
 

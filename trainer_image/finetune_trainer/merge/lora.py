@@ -1,7 +1,7 @@
-"""Finds the changes of the base model's parameters by one adapter of LoRA's family, including trained rows of embeddings.
+"""Finds the changes that one adapter of the LoRA family makes to the base's parameters, including trained embedding rows.
 
-It needs the adapter's headers and settings, and the places where the base's parameters are stored. An adapter tensor without a
-use is an error. This module handles the `peft_type` LORA; non_lora.py handles the others.
+It needs the adapter's headers and settings, and the places where the base's parameters are stored. An unused adapter tensor is an
+error. This module handles the `peft_type` LORA; non_lora.py handles the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune_trainer.weights.stored import StoredModel, StoredParameter
 
 
 def lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
-    """Return the changes by an adapter.
+    """Return the changes that an adapter makes.
 
     Raises UnsupportedAdapterError, UnsupportedBaseError and AdapterTensorError, which name the field or the tensor.
     """
@@ -47,7 +47,7 @@ class _Lora:
         self._result = AdapterChanges()
 
     def changes(self) -> AdapterChanges:
-        """Return all changes by the adapter."""
+        """Return all changes that the adapter makes."""
         tensors = self._adapter.tensors
         on_parameters = parameter_changes(self._model, tensors, self._settings)
         self._result.matrices += on_parameters.changes
@@ -65,7 +65,7 @@ class _Lora:
         return self._result
 
     def _add_factors(self, module: str, depth: int, factors: LayerTensors) -> str:
-        """Add the changes by the factors on one module. Return the path of its weight."""
+        """Add the changes that the factors of one module make. Return the path of the module's weight."""
         settings, example = self._settings, next(iter(factors.values())).name
         weight, path = self._parameter(f"{module}.weight", example), self._model.path(f"{module}.weight")
         tie = self._model.tie(path)
@@ -100,7 +100,7 @@ class _Lora:
         return parameter
 
     def _add_whole(self, module: str, name: str, tensor: TensorHeader) -> None:
-        """Add a parameter of a module that was trained whole."""
+        """Replace a parameter that the adapter stores whole."""
         path = self._whole_path(module, name, tensor, is_base_copy=False)
         if tensor.name in self._adapter.copies:
             return
@@ -114,7 +114,7 @@ class _Lora:
             follow_ties(path, tensor, self._model, saved_parameters(self._adapter, self._model), self._result)
 
     def _add_base_copy(self, module: str, name: str, tensor: TensorHeader) -> None:
-        """Add a base copy. PEFT loads it into the base model itself, and so into every parameter that shares memory."""
+        """Add a copied base parameter. PEFT loads it into the base itself, and so into every parameter that shares its memory."""
         path = self._whole_path(module, name, tensor, is_base_copy=True)
         if tensor.name in self._adapter.copies:
             return
@@ -132,7 +132,7 @@ class _Lora:
         return name == "bias" and (bias == "all" or (bias == "lora_only" and self._settings.targets(module)))
 
     def _whole_path(self, module: str, name: str, tensor: TensorHeader, *, is_base_copy: bool) -> str:
-        """Return the path of the tensor's parameter. Check that the adapter may hold it, and its shape."""
+        """Return the path of the tensor's parameter. Check the shape, and that the adapter may hold this parameter."""
         parameter, path = self._parameter(f"{module}.{name}", tensor.name), self._model.path(f"{module}.{name}")
         # If the vocabulary was resized in training, PEFT saves embeddings whole although the configuration does not name them.
         is_embedding = path in self._model.embeddings or (is_base_copy and name == "weight")
@@ -175,7 +175,7 @@ def _require_all_rows_trained(tokens: Mapping[str, TensorHeader], model: StoredM
     lacking = "the input embeddings" if isinstance(trained, tuple) and not tokens else None
     tied = {path: tie.paths[0] for tie in model.ties for path in tie.paths}
     for name, indices in named.items():
-        # PEFT writes tied rows with the same indices only once, so the file may hold them for the tied module alone.
+        # PEFT writes tied rows with the same indices only once, so the file may hold them only for the first tied module.
         sources = {module_of(tied[path]) for path in tied if module_of(path).endswith(name)}
         is_tied = any(source in tokens and settings.tokens_of(source, is_input_embedding=True) == indices for source in sources)
         if not is_tied and not any(module.endswith(name) for module in tokens):

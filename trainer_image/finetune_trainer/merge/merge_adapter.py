@@ -1,7 +1,7 @@
 """Merges adapters into a base: reads headers, plans, streams and publishes. The merge role, the command line and tests call it.
 
-The merged model gets its final name when it is complete. A killed merge is run again: it continues with the bytes that are
-durable, and accepts a finished output of the same plan.
+The merged model is renamed into place when it is complete. Run a killed merge again: it resumes after the bytes that are durable,
+or accepts a finished output of the same plan.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class MergeOptions:
     """Options of a merge.
 
     base, adapters: existing directories; adapters are merged in this order. output: the directory to create. dtype: bfloat16,
-    float16 or float32; None keeps the base's dtype. quantization: merge into the base as a QLoRA training with these settings
-    quantized it; None: merge into the base as stored.
+    float16 or float32; None keeps the base's dtype. quantization: merge into the base as quantized in QLoRA training with these
+    settings; None: merge into the base as stored.
     """
 
     base: Path
@@ -42,12 +42,12 @@ class MergeOptions:
     max_shard_bytes: int
     quantization: Quantization | None = None
     base_root: Path | None = None
-    """The directory that links of the base must not leave; None: what `link_root` returns."""
+    """The directory outside which links in the base must not point; None: the result of `link_root`."""
     refuses_misfits: bool = False
-    """Whether to refuse an adapter that records another base, or without which the model would be the same."""
+    """Whether to refuse an adapter that records another base, or that leaves the model unchanged."""
 
     def root_of(self, directory: Path) -> Path:
-        """Return the directory that links of the base or of an adapter must not leave."""
+        """Return the directory outside which links in the base or in an adapter must not point."""
         return self.base_root if directory == self.base and self.base_root is not None else link_root(directory)
 
 
@@ -56,8 +56,8 @@ class MergeReport:
     """The results of a finished merge.
 
     bytes_resumed: bytes of shards that an earlier, killed merge had written. whole_tensors: tensors with a matrix that was
-    computed in one piece (see stream.py). num_rows: number of rows of embeddings that are larger than the base's. left_out: files
-    of weights next to the base that belong neither to it nor to the merged model.
+    computed in one piece (see stream.py). num_rows: number of rows of the embeddings if they are larger than the base's.
+    left_out: weight files in the base's directory that belong neither to the base nor to the merged model.
     """
 
     output: Path
@@ -77,16 +77,16 @@ class MergeReport:
 
 
 def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
-    """Merge, unless the same merge is already complete. progress: called with (bytes of existing weights, all bytes).
+    """Merge, unless the same merge is already complete. progress: called with (bytes of weights so far, bytes in total).
 
-    Raises subclasses of MergeError; then `options.output` was not created. After a StorageError, durable parts are kept for the
-    next merge; after other MergeErrors, nothing is kept.
+    Raises subclasses of MergeError, in which case `options.output` was not created. After a StorageError, durable parts are kept
+    for the next merge; after other MergeErrors, nothing is kept.
     """
     started = time.monotonic()
     for role, path in (("base", options.base), *(("adapter", adapter) for adapter in options.adapters)):
         if options.output.resolve() == path.resolve():
             raise MergeError(f"output {options.output} is the {role} directory itself. Choose another output.")
-        # Otherwise any file to which a link leads would become part of the merged model.
+        # Otherwise, any file that a link points to would become part of the merged model.
         for error in links_outside(path, options.root_of(path)) if path.is_dir() else ():
             raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
     inputs = MergeInputs.of(options.base, options.adapters)
@@ -109,7 +109,7 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
         tokenizer = tokenizer_directory(options.base, options.adapters, plan.num_rows)
         directory = OutputDirectory(options.output, digest, inputs.identity())
         try:
-            # Another merge may have ended before the lock was taken.
+            # Another merge may have finished before the lock was taken.
             existing = complete_manifest(options.output, digest)
         except BaseException:
             directory.close(keep=True)
@@ -153,7 +153,7 @@ def _write(
     facts: Mapping[str, Any],
     progress: ProgressCallback | None,
 ) -> tuple[dict[str, Any], StreamResult]:
-    """Write the output and give it its final name. Return its manifest, which includes `facts`, and the figures of the stream."""
+    """Write the output and rename it into place. Return its manifest, which includes `facts`, and the figures of the stream."""
     try:
         shards = directory.open_shards(plan)
         try:

@@ -40,10 +40,10 @@ CHANGED_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "LN_TUNING": (),
     "TRAINABLE_TOKENS": (),
 }
-"""PEFT's method -> the parameters of a module that it changes (its layer's `merge`). A module may lack a bias."""
+"""PEFT method -> the parameters of a module that the `merge` of its layers changes. A module may lack a bias."""
 
 NOT_SUPPORTED: Mapping[str, str] = {kind.name: unsupported.reason for kind, unsupported in UNSUPPORTED.items()}
-"""PEFT's other methods -> why they cannot be merged."""
+"""Each other PEFT method -> why it cannot be merged."""
 _CHOICE = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern")
 """Fields, common to all methods, that choose modules."""
 
@@ -51,8 +51,8 @@ _CHOICE = ("target_modules", "exclude_modules", "modules_to_save", "layers_to_tr
 def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: Mapping[str, Any]) -> AdapterChanges:
     """Return the changes by an adapter of a method other than LoRA.
 
-    Every adapter tensor is used, and those that modules share are used by each of them. Raises UnsupportedAdapterError and
-    AdapterTensorError, which name the field or the tensor.
+    Every adapter tensor is used; tensors that modules share are used for each of these modules. Raises UnsupportedAdapterError
+    and AdapterTensorError, which name the field or the tensor.
     """
     config, result = adapter.config, AdapterChanges()
     method = str(config.get("peft_type"))
@@ -120,7 +120,7 @@ def _add_modules(
         paths = {name: model.path(f"{module}.{name}") for name in ("weight", "bias")}
         headers = {name: result.replacements.get(paths[name]) or model.own_tensor(f"{module}.{name}") for name in paths}
         base = {name: header for name, header in headers.items() if header is not None}
-        # If this guess is wrong, PEFT's layer has different tensors from the file, and the adapter is refused.
+        # If this guess of the layer's class is wrong, PEFT's layer has other tensors than the file, and the adapter is refused.
         layer = "Conv1D" if base_config.get("model_type") in CONV1D_MODEL_TYPES else "Linear"
         dimensions = len(base["weight"].shape)
         if dimensions > 2:
@@ -145,7 +145,7 @@ def _add_modules(
 
 
 def _split(name: str, model: StoredModel) -> tuple[str, str]:
-    """Split an adapter tensor's name into module and part. The module is the longest beginning that has a weight in the base."""
+    """Split an adapter tensor's name into module and part. The module is the longest prefix that has a weight in the base."""
     parts = name.removeprefix(INSIDE_PEFT).split(".")
     for length in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:length])
@@ -159,7 +159,7 @@ def _add_tokens(
 ) -> None:
     """Add trained rows. Parameters tied to an embedding get the same rows, which PEFT also writes for them.
 
-    If only a tied head has rows, the embedding does not change, and the two are separate in the merged model.
+    If only a tied head has rows, the embedding does not change, and the merged model stores the two separately.
     """
     indices = tuple(config.get("token_indices") or ())
     for module, tensor in tokens.items():

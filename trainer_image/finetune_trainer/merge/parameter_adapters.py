@@ -1,9 +1,9 @@
-"""Finds the changes by adapters on parameters instead of modules (PEFT's target_parameters), most of which are fused experts.
+"""Finds the changes that adapters make to parameters instead of modules (PEFT's target_parameters), mostly to fused experts.
 
 PEFT 0.21.2 wraps a module once for each of its adapted parameters, and the names of tensors show the nesting: with gate_up and
 down adapted, `experts.lora_A.weight` belongs to down, which was wrapped last, and `experts.base_layer.lora_A.weight` to gate_up
 (tuners/tuners_utils.py, `_inject_parameters`). Adapters of older versions hold factors of single experts, which PEFT fuses when
-it loads them (utils/transformers_weight_conversion.py). Their merge is bit-identical to PEFT's.
+it loads them (utils/transformers_weight_conversion.py). Both are merged bit-identically to PEFT.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PARAMETER_ORDER = (
 )  # fmt: skip
 """Order in which modules of transformers 5.23 register parameters of these names, which decides how PEFT nests its wrappers."""
 ROUTER = "gate"
-"""Name of the router in models whose old adapters PEFT converts. It was a linear layer, and now is a module with a parameter."""
+"""Name of the router in models whose old adapters PEFT converts. Routers used to be linear layers; now they hold a parameter."""
 
 _FACTOR = re.compile(rf"{re.escape(INSIDE_PEFT)}(?P<module>.+?)(?P<nest>(?:\.base_layer)*)\.lora_(?P<factor>[AB])\.weight")
 
@@ -36,7 +36,7 @@ WrapperKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class MatrixChange:
-    """The change of one matrix of a stored tensor by an adapter."""
+    """The change that an adapter makes to one matrix of a stored tensor."""
 
     path: str
     """Path of the parameter in the model."""
@@ -48,7 +48,7 @@ class MatrixChange:
 
 @dataclass
 class ParameterChanges:
-    """All changes of parameters by an adapter, and the names of the adapter tensors that they use."""
+    """All changes that an adapter makes to parameters, and the names of the adapter tensors that these changes use."""
 
     changes: list[MatrixChange] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -74,7 +74,7 @@ class _FactorPair:
 
 
 def parameter_changes(stored: StoredModel, adapter: Mapping[str, TensorHeader], settings: AdapterSettings) -> ParameterChanges:
-    """Return the changes by those adapter tensors that belong to parameters. The others belong to modules.
+    """Return the changes made by the adapter tensors that belong to parameters. The other tensors belong to modules.
 
     Raises AdapterTensorError, TiedWeightsError, UnsupportedAdapterError, UnsupportedBaseError.
     """
@@ -145,7 +145,7 @@ def _add(
     factors: tuple[TensorHeader, TensorHeader],
     settings: AdapterSettings,
 ) -> None:
-    """Add an adapter on a whole parameter. Its factors are A (experts * r, in) and B (out, r * experts)."""
+    """Add an adapter on a whole parameter. factors: A (experts * r, in) and B (out, r * experts)."""
     a, b = factors
     shape = parameter.shape
     if len(shape) not in (2, 3):

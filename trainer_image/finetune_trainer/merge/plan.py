@@ -1,9 +1,9 @@
 """Plans a merge from headers and configurations: every output tensor, the place of its bytes, and their source.
 
-Called by merge_adapter.py, and by verify, which checks that only planned tensors differ from the base. These statements hold:
-each adapter tensor is used (resolve_changes.py); each base tensor gives one output tensor of the same name and shape, except for
-the rows of a resized vocabulary; the tied tensors that adapters separate come last; a shard has no gaps. `steps` computes
-the bytes, and stream.py moves them.
+Called by merge_adapter.py, and by verify, which checks that only planned tensors differ from the base. These invariants hold:
+each adapter tensor is used (resolve_changes.py); each base tensor becomes one output tensor of the same name and shape, except
+for the rows of a resized vocabulary; tied tensors that adapters separate come last; a shard has no gaps. `steps` computes the
+bytes, and stream.py moves them.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class OutputTensor:
     """One tensor of the merged model.
 
     `compute_dtype` is the dtype in which PEFT would hold the base weight: the wider of the base's and the output's dtype. So a
-    merge into another dtype equals loading the base in the wider one, merging with PEFT, and casting once. If transformers keeps
-    a module of a float16 model in fp32, so does the merge.
+    merge into another dtype equals loading the base in the wider dtype, merging with PEFT, and casting once. If transformers
+    keeps a module of a float16 model in fp32, so does the merge.
     """
 
     name: str
@@ -86,7 +86,7 @@ class MergePlan:
     config_changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json that change in the merged model -> their new values."""
     num_rows: int | None = None
-    """Number of rows of the embeddings if they are larger than the base's."""
+    """Number of rows of the embeddings if they are larger than the base's; None otherwise."""
 
     @property
     def tensors(self) -> tuple[OutputTensor, ...]:
@@ -222,7 +222,7 @@ def shard_layout(outputs: Iterable[OutputTensor], max_shard_bytes: int) -> tuple
 
 
 def _shard(file_name: str, tensors: list[OutputTensor]) -> Shard:
-    # Wider elements come first, because readers map the file, and a tensor must begin at a multiple of its element size.
+    # Wider elements come first, because readers memory-map the file, and a tensor must begin at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.dtype])
     header = encode_header(((tensor.name, tensor.dtype, tensor.shape) for tensor in ordered), {"format": "pt"})
     placed, offset = [], len(header)

@@ -1,7 +1,7 @@
-"""Finds which weights of a base a QLoRA training quantized, and how, for a merge into the dequantized weights.
+"""Finds which weights of a base were quantized in QLoRA training, and how, for a merge into the dequantized weights.
 
-`merge.base: Dequantized` selects such a merge. transformers' own rules decide which layers bitsandbytes replaces; the model is
-built without weights to apply them. Only such a merge imports this module, because it imports transformers.
+`merge.base: Dequantized` selects such a merge. transformers' own rules decide which layers bitsandbytes replaces; to apply these
+rules, the model is built without weights. Only such a merge imports this module, because it imports transformers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from finetune_trainer.weights.stored import StoredModel
 
 
 def packed_in_training(plan: RunPlan, base: Path) -> Quantization | None:
-    """Return how the plan's training quantizes the base; None if it does not. Raises UnsupportedBaseError for 8 bits."""
+    """Return how training by this plan quantizes the base; None if it does not. Raises UnsupportedBaseError for 8 bits."""
     if plan.method.quantization is None:
         return None
     return training_quantization(plan.method.quantization, resolve_dtypes(plan, stored_dtype(base)).load)
@@ -50,7 +50,7 @@ def training_quantization(plan: QuantizationPlan, load: torch.dtype) -> Quantiza
 
 
 def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantization) -> dict[str, Quantization]:
-    """Return stored tensors that a training with these settings quantizes -> how it quantizes them.
+    """Return a mapping from each stored tensor that training with these settings quantizes to how it is quantized.
 
     Raises UnsupportedBaseError if a quantized weight is not stored as one tensor.
     """
@@ -67,7 +67,7 @@ def quantized_tensors(base: Path, stored: StoredModel, quantization: Quantizatio
 
 
 def quantized_parameters(model: PreTrainedModel) -> dict[str, bool]:
-    """Return paths of weights that bitsandbytes quantizes when transformers loads `model` -> whether they are transposed first.
+    """Return path -> whether it is transposed first, for each weight that bitsandbytes quantizes when transformers loads `model`.
 
     Source: transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear. The trainer excludes no further modules.
     """

@@ -1,6 +1,6 @@
-"""Combines the changes by all adapters for every stored tensor of the base model. An unused adapter tensor is an error.
+"""Combines the changes that all adapters make to each stored tensor of the base model. An unused adapter tensor is an error.
 
-The changes of adapters are applied one after the other. Parameters that share memory stay together or are stored separately
+The changes of adapters are applied one after the other. Tied parameters either stay tied or are stored separately
 (docs/explanation/decisions/0010-tied-weights.md). Called by plan.py.
 """
 
@@ -36,7 +36,7 @@ class ChangedTensor:
 
 @dataclass(frozen=True)
 class ResolvedChanges:
-    """The combined changes of the base model by all adapters."""
+    """The combined changes that all adapters make to the base model."""
 
     changed: Mapping[str, ChangedTensor]
     """Changed tensors by the name of the output tensor."""
@@ -48,10 +48,10 @@ class ResolvedChanges:
 
 @dataclass
 class ParameterEdit:
-    """The changes of one parameter of the model by the adapters that were processed so far."""
+    """The changes that the adapters processed so far make to one parameter of the model."""
 
     source: TensorHeader | None = None
-    """The adapter's tensor that replaces the parameter. It applies before the changes."""
+    """The adapter tensor that replaces the parameter before the changes are applied; None: it is not replaced."""
     changes: list[tuple[tuple[str, int] | None, Change]] = field(default_factory=list)
     """Each change with the name of the stored tensor and the index of the matrix that it changes; None: all matrices."""
     source_adapter: int | None = None
@@ -101,14 +101,14 @@ def resolve_changes(model: StoredModel, base_config: Mapping[str, Any], adapters
 
 
 def _chain_adapter(edits: dict[str, ParameterEdit], number: int, adapter: AdapterChanges) -> None:
-    """Add the changes by the next adapter to `edits`. Raises UnsupportedAdapterError if PEFT does not define the result."""
+    """Add the changes of the next adapter to `edits`. Raises UnsupportedAdapterError if PEFT does not define the result."""
     for path, tensor in adapter.replacements.items():
         edit = edits.setdefault(path, ParameterEdit())
         is_copy = path in adapter.base_copies
         before = edit.source_adapter if is_copy else edit.last_adapter
         if before is not None:
             raise _ambiguous(path, before, number, f"{tensor.name} would undo it")
-        edit.source = tensor  # PEFT loads all adapters before it merges the first, so the last copy of the base applies
+        edit.source = tensor  # PEFT loads all adapters before it merges any, so the last copy of the base applies
         if not is_copy:
             edit.source_adapter, edit.last_adapter = number, number
     placed_changes: list[tuple[str, tuple[str, int] | None, Change]] = []
@@ -140,7 +140,7 @@ def _ambiguous(path: str, first: int | None, second: int, reason: str) -> Unsupp
 
 
 def _changed_part(edit: ParameterEdit, parameter: StoredParameter, part: StoredPart) -> ChangedTensor:
-    """Return the changes of a parameter for one of its stored tensors."""
+    """Return the changes to one of the stored tensors of a parameter."""
     base, source = part.header, edit.source
     num_matrices = base.shape[0] if any(place for place, _ in edit.changes) and len(base.shape) == 3 else 1
     matrices = tuple(

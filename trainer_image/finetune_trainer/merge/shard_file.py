@@ -1,12 +1,12 @@
-"""Writes one shard file from its beginning to its end. writer.py creates the file, and stream.py fills it.
+"""Writes one shard file from beginning to end. writer.py creates the file, and stream.py fills it.
 
 Whole pages are written directly, without the page cache: for 2 GB (ext4 on a virtual disk), direct writes took 0.7 to 0.9 s, and
 cached ones 0.4 to 5 s and more processor time than the merge's arithmetic. The bytes after the last whole page are kept until
 more follow: a cached write after each chunk would wait for all direct writes to end, which took a tenth of a merge's time. If a
 file system refuses direct writes, all writes are cached.
 
-Unchanged bytes are also read and written directly, which took 0.06 s of processor time for 272 MB on that disk, and
-copy_file_range(2) 0.13 s: it fills the page cache, and the bytes still have to be read for the hash.
+Unchanged bytes are also read and written directly, which took 0.06 s of processor time for 272 MB on that disk.
+copy_file_range(2) took 0.13 s, because it fills the page cache, and the bytes still have to be read for the hash.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardFile:
     """A file of a known size, new or begun earlier. Raises StorageError or NoSpaceError if it cannot be created or written.
 
     `digest` is the sha256 of the first `num_done` bytes: the header, or what an earlier merge made durable. Blocks are not
-    allocated in advance, because on file systems without support for it (NFS before 4.2) the C library writes the whole file.
+    allocated in advance, because where a file system cannot do this (NFS before 4.2), the C library writes the whole file.
     """
 
     def __init__(self, path: Path, num_bytes: int, header: bytes, durable: Durable | None = None) -> None:
@@ -68,8 +68,8 @@ class ShardFile:
     def append(self, pages: memoryview, position: int) -> None:
         """Append data at `position`, where the last append ended. Only whole pages are written; `sync` writes the rest.
 
-        pages: a writable buffer with position % PAGE_BYTES bytes of any content, then the data. It has to begin at a multiple of
-        PAGE_BYTES for a direct write.
+        pages: a writable buffer with position % PAGE_BYTES bytes of any content, then the data. For a direct write, its address
+        has to be a multiple of PAGE_BYTES.
         """
         if position != self._end:
             raise ValueError(f"{self.path}: append at {position}, but the last one ended at {self._end}")
@@ -97,7 +97,7 @@ class ShardFile:
 
     def sync(self) -> None:
         """Write the bytes after the last whole page, and make all bytes durable. After an error, nothing more can be appended."""
-        # If this sync fails, a later one could succeed although bytes are lost, so nothing can be appended until it is done.
+        # If this sync fails, a later one could succeed although bytes are lost, so appending is blocked until this one succeeds.
         end, self._end = self._end, -1
         with translate_os_errors(self.path, "written"):
             write_all(self._cached, memoryview(self._tail), end - len(self._tail))

@@ -1,4 +1,4 @@
-"""Opens the input files of a merge, for reads at any position from several threads, and counts the bytes that are read."""
+"""Opens the input files of a merge for reads at any position from several threads, and counts the bytes read."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sources:
             raise
 
     def read_into(self, tensor: TensorHeader, first_byte: int, target: memoryview) -> None:
-        """Fill `target` with the tensor's bytes from `first_byte` on."""
+        """Fill `target` with the tensor's bytes, starting at `first_byte`."""
         with translate_os_errors(tensor.file, "read"):
             count = read_some(self._descriptors[tensor.file], target, tensor.offset + first_byte)
         if count < len(target):

@@ -5,10 +5,10 @@ Called by merge_adapter.py. Several shards are filled at the same time. A chunk 
   the shard's thread cuts the shard into chunks, in the order of the file (chunks.py)
   -> a worker, shared by all shards, reads and computes the chunk in a buffer
   -> the shard's thread hashes the chunks, in the order of the file
-  -> the shard's second thread writes them in the same order, gives the buffer back and reports progress. After every
+  -> the shard's second thread writes them in the same order, returns the buffer and reports progress. After every
      JOURNAL_BYTES it syncs the file and records the durable bytes in the journal.
 
-So a slow chunk delays only its shard.
+So a slow chunk delays only its own shard.
 
 Memory holds the buffers, the fp32 temporaries of one block per worker, and the factors of the weights that are being computed. It
 never holds a whole weight, except those that `whole_tensors` in the result names, one at a time.
@@ -38,24 +38,24 @@ if TYPE_CHECKING:
     from finetune_trainer.merge.steps.step import Step
 
 WORKERS_PER_SHARD = 6
-"""Largest number of workers per shard. More gain little, because one thread hashes about 2 GB/s; each takes up to 50 MiB."""
+"""Maximum number of workers per shard. More gain little, as one thread hashes only about 2 GB/s; each takes up to 50 MiB."""
 WORKSPACES_PER_SHARD = 3
-"""Number of buffers in addition to one per worker, for chunks that wait for the hash, are hashed, or are written."""
+"""Number of buffers in addition to one per worker, for chunks that wait to be hashed, are being hashed, or are being written."""
 MAX_SHARDS_AT_A_TIME = 4
 PROCESSORS_PER_SHARD = 2
-"""Number of processors that a further shard needs: one for the hash, the others for workers."""
+"""Number of processors needed for each shard that is filled at the same time: one for hashing, the others for workers."""
 WAITING_WORKERS = 1
 """Number of workers in addition to one per processor, because a worker may wait for the disk."""
 
 JOURNAL_BYTES = 1 << 30
-"""Minimum number of bytes of a shard between two records. A killed merge has to repeat at most that and one matrix per shard."""
+"""Minimum number of bytes of a shard between two records. A killed merge must repeat at most these and one matrix per shard."""
 
 ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass
 class StreamResult:
-    """The results of the stream. bytes_written: without bytes_resumed, which an earlier merge has written."""
+    """The results of the stream. bytes_written: excludes bytes_resumed, which an earlier merge wrote."""
 
     sha256: dict[str, str] = field(default_factory=dict)
     bytes_read: int = 0
@@ -65,7 +65,7 @@ class StreamResult:
 
 
 class _StreamProgress:
-    """Counts and reports the existing bytes of shards, from one thread at a time."""
+    """Counts the bytes of shards that exist so far, and reports them from one thread at a time."""
 
     def __init__(self, files: Mapping[Shard, ShardFile], result: StreamResult, callback: ProgressCallback | None) -> None:
         self._reached, self._total = sum(file.num_done for file in files.values()), sum(shard.num_bytes for shard in files)
@@ -84,7 +84,7 @@ class _StreamProgress:
 def stream(files: Mapping[Shard, ShardFile], journal: Journal, progress: ProgressCallback | None) -> StreamResult:
     """Fill every shard's file and make it durable.
 
-    progress: called with (existing bytes of shards, all bytes), from one thread at a time.
+    progress: called with (bytes of shards so far, bytes in total), from one thread at a time.
     Raises NotFiniteError, which names the tensor, BrokenCheckpointError and StorageError.
     """
     num_processors = len(os.sched_getaffinity(0))
@@ -175,11 +175,11 @@ def stream(files: Mapping[Shard, ShardFile], journal: Journal, progress: Progres
 
     try:
         filling = [shard_threads.submit(fill_and_write, shard) for shard in files]
-        # Meanwhile the first chunks are copied and hashed; unchanged chunks do not need torch.
+        # While this imports torch, the first chunks are copied and hashed: unchanged chunks do not need torch.
         preload("finetune_trainer.merge.compute")
         from finetune_trainer.processes.torch_threads import one_thread_for_each_operation
 
-        with one_thread_for_each_operation():  # the workers are the parallelism
+        with one_thread_for_each_operation():  # the workers provide the parallelism
             may_compute.set()
             ended, _ = wait(filling, return_when=FIRST_EXCEPTION)
         failures = [error for future in ended if (error := future.exception()) is not None]

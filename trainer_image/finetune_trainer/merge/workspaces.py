@@ -1,4 +1,4 @@
-"""Bounds the memory of a merge by a fixed number of buffers, for which chunks wait. stream.py shares them among threads."""
+"""Bounds a merge's memory with a fixed number of buffers, for which chunks have to wait. stream.py shares them among threads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Workspaces:
         self._alone = threading.Lock()
 
     def take(self, *, wait: bool) -> Workspace | None:
-        """Take a free workspace. Return None if there is none and the caller does not wait."""
+        """Take a free workspace. Return None if there is none and `wait` is False."""
         with self._changed:
             while (self._is_reserved or not self._free) and wait and not self._is_stopped:
                 self._changed.wait()

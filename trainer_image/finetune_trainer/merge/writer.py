@@ -3,11 +3,11 @@
 These names exist in turn:
 
     <output>.tmp-journal    created and locked, so that only one merge runs at a time
-    <output>.tmp-merge/     has the shards in their full size; the journal says which of their bytes are durable.
-                            Then follow config, tokenizer and index, and manifest.json as the last file. All are synced.
+    <output>.tmp-merge/     has the shards at their full size; the journal says which of their bytes are durable.
+                            Config, tokenizer and index follow, and manifest.json comes last. All are synced.
     <output>                after the rename; then the parent is synced and the journal deleted
 
-So a directory with the name <output> is always complete, and a merge that was killed is continued. merge_adapter.py calls this
+So a directory with the name <output> is always complete, and a merge that was killed can be resumed. merge_adapter.py calls this
 module, and stream.py fills the shards.
 """
 
@@ -44,13 +44,13 @@ from finetune_trainer.weights.storage import sync, translate_os_errors
 
 MANIFEST_FORMAT = 1
 _LARGE_JSON = (TOKENIZER_FILE, "vocab.json")
-"""Files that may be large and are not checked for NaN, which the library that reads them refuses."""
+"""Files that may be large. They are not checked for NaN, because the library that reads them refuses it."""
 _SETTINGS = (GENERATION_FILE, "preprocessor_config.json", "processor_config.json")
-"""Files besides the tokenizer's that must be JSON objects. Nothing is known about the content of other files."""
+"""Files, besides the tokenizer's, that must be JSON objects. Other files may have any content."""
 
 
 def temporary_directory(output: Path) -> Path:
-    """Return the directory of a merge into `output` until it is complete."""
+    """Return the directory in which a merge into `output` writes until the output is complete."""
     return output.with_name(f"{output.name}{TEMPORARY_MARK}merge")
 
 
@@ -94,9 +94,9 @@ def remove_leftovers(output: Path) -> None:
 
 
 class OutputDirectory:
-    """A directory that `publish` gives its final name. Raises OutputBusyError while another merge into `output` runs.
+    """A directory that `publish` renames to `output`. Raises OutputBusyError while another merge into `output` is running.
 
-    inputs: identity of the input files as JSON. Bytes that a merge with another plan or other inputs has left are deleted.
+    inputs: identity of the input files as JSON. Bytes left behind by a merge with another plan or other inputs are deleted.
     """
 
     def __init__(self, output: Path, plan_sha256: str, inputs: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class OutputDirectory:
         self.journal = Journal(journal_path(output), plan_sha256, inputs)
         try:
             with translate_os_errors(self.path, "written"):
-                # Everyone who can write to the claim can create this name, so only a directory of a continued journal is kept.
+                # Anyone who can write to the claim can create this directory, so it is kept only if the journal is continued.
                 if not self.journal.is_continued or not self.path.is_dir() or self.path.is_symlink():
                     remove_tree(self.path)
                 self.path.mkdir(exist_ok=True)
@@ -117,7 +117,7 @@ class OutputDirectory:
             raise
 
     def open_shards(self, plan: MergePlan) -> dict[Shard, ShardFile]:
-        """Open the plan's files in their full size, with their durable parts. Raises NoSpaceError if space is short."""
+        """Open the plan's files at their full size, and keep their durable parts. Raises NoSpaceError if space is short."""
         names = {shard.file_name for shard in plan.shards}
         with translate_os_errors(self.path, "written"):
             for path in self.path.iterdir():
@@ -153,9 +153,9 @@ class OutputDirectory:
     ) -> None:
         """Copy the base's files besides its weights, and the tokenizer. Write the configuration and the index of the shards.
 
-        tokenizer: its directory. root_of: returns the directory that links of a directory must not leave. dtype: is written to
-        config.json. Raises StorageError for a link that leaves it, and BrokenCheckpointError for settings that are not JSON, such
-        as NaN.
+        tokenizer: its directory. root_of: returns the directory outside which links in a directory must not point. dtype: is
+        written to config.json. Raises StorageError for a link that points outside, and BrokenCheckpointError for settings that
+        are not JSON, such as NaN.
         """
         config = {**read_json(base / CONFIG_FILE), **plan.config_changes}
         if dtype is not None:
@@ -164,7 +164,7 @@ class OutputDirectory:
         index = plan.index()
         if index is not None:
             self._write_json(INDEX_FILE, index)
-        # A model with its own code cannot be loaded without it. The code runs only if the user allows it.
+        # A model with its own code cannot be loaded without that code. The code runs only if the user allows it.
         apart = {*tokenizer_files(base), *(() if "auto_map" in config else base.glob(f"*{CODE_SUFFIX}"))}
         others = [path.name for path in companion_files(base) if path not in apart]
         # All files of the tokenizer come from one directory, because files of two directories may not fit together.
@@ -198,7 +198,7 @@ class OutputDirectory:
         return manifest
 
     def publish(self) -> None:
-        """Make the names of the files durable, then rename the directory. `write_manifest` has made the files durable."""
+        """Make the names of the files durable, then rename the directory. `write_manifest` made their contents durable."""
         sync(self.path)
         with translate_os_errors(self._output, "renamed into place"):
             try:
@@ -211,7 +211,7 @@ class OutputDirectory:
         self.journal.remove()
 
     def close(self, *, keep: bool) -> None:
-        """Clean up after an error. keep: keep the parts that the journal records for the next merge; otherwise delete all."""
+        """Clean up after an error. keep: whether to keep the parts in the journal for the next merge, or delete everything."""
         if keep and self.journal.has_records:
             self.journal.close()
             return

@@ -1,1 +1,1 @@
-"""Checks what needs the real model or the real data. This runs on a CPU before a GPU is allocated."""
+"""Runs the checks that need the real model or the real data, on a CPU, before a GPU is allocated."""

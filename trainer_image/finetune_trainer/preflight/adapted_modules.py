@@ -17,12 +17,12 @@ from finetune_job.plan.method_plan import MethodPlan
 
 
 def name_in_base(name: str) -> str:
-    """Returns the base's name of the module that PEFT calls `name`."""
+    """Returns the name in the base of the module that PEFT calls `name`."""
     return name.removeprefix(INSIDE_PEFT).replace(".base_layer", "")
 
 
 def adapted_modules(model: nn.Module) -> dict[str, BaseTunerLayer]:
-    """Returns name in the base -> PEFT's layer, for adapted modules and for adapted parameters that are not a layer's weight."""
+    """Returns PEFT's layers by name in the base, for adapted modules and for adapted parameters that are not a layer's weight."""
     return {
         name_in_base(f"{name}.{layer.parameter_name}" if isinstance(layer, ParamWrapper) else name): layer
         for name, layer in model.named_modules()
@@ -38,5 +38,5 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def adapter_settings(method: MethodPlan) -> dict[str, Any]:
-    """Returns the manifest's settings of a method that does not belong to LoRA's family; empty for LoRA's family."""
+    """Returns the manifest's settings for a method outside the LoRA family; empty for the LoRA family."""
     return {} if method.adapter is None else method.adapter.settings

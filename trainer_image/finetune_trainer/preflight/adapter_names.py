@@ -1,6 +1,6 @@
-"""Checks the names in an adapter's settings against the loaded model (name_matching.py has the rules of matching).
+"""Checks the names in an adapter's settings against the loaded model (name_matching.py has the matching rules).
 
-In architectures whose experts used to be linear layers, PEFT takes the old names of the experts, and all-linear, for names of
+In architectures whose experts used to be linear layers, PEFT interprets the old names of the experts, and all-linear, as names of
 stacked parameters (peft.utils.transformers_weight_conversion). What PEFT then adapts, leaves out and writes to
 adapter_config.json is also checked.
 """
@@ -71,7 +71,7 @@ def _parameters(seen: ModelInspection) -> dict[str, int]:
 
 
 def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
-    """Returns those names in targetModules that PEFT takes for names of stacked parameters.
+    """Returns the names in targetModules that PEFT interprets as names of stacked parameters.
 
     If PEFT refuses a name, all are returned; attaching the adapters then reports the refusal.
     """
@@ -89,7 +89,7 @@ def taken_for_experts(lora: LoraPlan, base: PreTrainedModel) -> frozenset[str]:
 
 
 def check_layers_of_experts(seen: ModelInspection) -> list[Finding]:
-    """Refuses a choice of layers if PEFT takes target modules for stacked parameters, which it adapts in all layers."""
+    """Refuses a choice of layers if PEFT interprets target modules as stacked parameters, which it adapts in all layers."""
     lora, taken = seen.lora, taken_for_experts(seen.lora, seen.base)
     if lora.layers_to_transform is None or not taken:
         return []
@@ -135,7 +135,7 @@ def check_excluded_names(seen: ModelInspection) -> list[Finding]:
 
 
 def check_saved_names(seen: ModelInspection) -> list[Finding]:
-    """Refuses modules to train whole that contain parameters to adapt: PEFT nests its wrappers, or refuses with its own error."""
+    """Refuses modules to train whole that contain parameters to adapt: PEFT would nest its wrappers, or raise its own error."""
     lora, base = seen.lora, seen.base
     try:
         config = lora_config(lora)
@@ -223,7 +223,7 @@ def _left_out(model: PeftModel, lora: LoraPlan) -> list[str]:
         for name, layer in model.named_modules()
         if isinstance(layer, _LINEAR) and layer is not head and not name.startswith(inside)
     ]
-    # An expression excludes what is outside the text part of a model of images (model/adapters.py).
+    # In a model of text and images, an expression excludes everything outside the text part (model/adapters.py).
     beside_text = model.peft_config[ADAPTER].exclude_modules
     if isinstance(beside_text, str):
         plain = [name for name in plain if not is_expression_for(beside_text, [name])]
@@ -241,7 +241,7 @@ def _is_meant(module: str, lora: LoraPlan) -> bool:
 
 
 def check_ranks_in_file(seen: ModelInspection) -> list[Finding]:
-    """Reports a rank or scale in training that differs from that in adapter_config.json, where patterns are sorted."""
+    """Reports a rank or alpha that differs between training and adapter_config.json, because patterns are sorted there."""
     model = seen.trained.model
     if not isinstance(model, PeftModel):
         return []

@@ -1,4 +1,4 @@
-"""Handles the tokens that the job adds: writes the base with them to the workspace, and checks that the data teaches them."""
+"""Handles the tokens that the job adds: writes a base with them to the workspace, and checks that training learns them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FIX = f"its log says why; {FIELD} names the tokens"
 
 
 def add_tokens(context: RunContext) -> tuple[list[Finding], AddedTokens | None]:
-    """Makes the base with the job's added tokens on the workspace. Returns and raises what `make_base` does."""
+    """Writes the base with the job's added tokens to the workspace. Returns and raises the same as `make_base`."""
     plan, workspace = context.plan, context.workspace
     findings, added = make_base(
         BaseOrder.of(
@@ -47,7 +47,7 @@ def add_tokens(context: RunContext) -> tuple[list[Finding], AddedTokens | None]:
 
 
 def make_base(order: BaseOrder) -> tuple[list[Finding], AddedTokens | None]:
-    """Makes the base. Returns the findings and, if the base could be made, its added tokens. Raises ModelCheckError, OSError."""
+    """Writes the base. Returns the findings or, if there are none, the added tokens. Raises ModelCheckError, OSError."""
     try:
         answered = answer_of(_start(order), "adds tokens to the base model", _FIX)
     except ModelCheckError:
@@ -119,7 +119,7 @@ def check_rows(seen: Inspection) -> Iterable[Finding]:
 
 
 def _holding_parts(plan: RunPlan, module: str, ids: Sequence[int]) -> tuple[str, ...]:
-    """Returns the parts of names that show that a module's trained tensor holds the rows of these tokens."""
+    """Returns the name parts that show that a module's trained tensor holds the rows of these tokens."""
     if not plan.method.trains_adapter:
         return ("",)
     lora = plan.method.lora
@@ -138,7 +138,7 @@ def _saved_whole(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
 
 
 def _not_adapted(plan: RunPlan, modules: list[str]) -> dict[str, Any] | None:
-    """Returns the changes that remove the modules from the targets; None if they are not named by the ends of their paths."""
+    """Returns the changes that remove the modules from the targets; None if the targets do not list them by name."""
     method = plan.method
     named = method.lora.target_modules if method.lora is not None else method.adapter and method.adapter.settings.get(TARGETS)
     left = [name for name in named or () if name.rpartition(".")[2] not in modules]

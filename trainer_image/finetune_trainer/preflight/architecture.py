@@ -24,11 +24,11 @@ from finetune_trainer.preflight.task import FIELD as MODEL_FIELD
 ARGUMENTS = frozenset({"input_ids", "position_ids", "use_cache"})
 """Arguments with which the trainer calls a model."""
 OUTPUTS = frozenset({"output_attentions", "output_hidden_states", "return_dict"})
-"""Arguments that a decorator of transformers may take from a call."""
+"""Arguments that a transformers decorator may remove from a call before `forward` gets it."""
 PEFT_ARGUMENTS = OUTPUTS | {"attention_mask", "inputs_embeds", "labels"}
 """Arguments that PEFT adds to each call."""
 STATELESS = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
-"""Kinds of layers, as configurations name them, that keep no state. small_model.py measures whether their masks leak."""
+"""Layer types, as named in configurations, that keep no state. small_model.py measures whether their masks leak."""
 
 
 def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
@@ -52,7 +52,7 @@ def check_wrap_classes(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_forward(seen: ModelInspection) -> Iterator[Finding]:
-    """Reports a model whose code does not accept an argument with which it is called. In transformers, each model does."""
+    """Reports a model whose own code does not accept an argument with which it is called. transformers' models accept all."""
     forward = type(seen.base).forward
     accepted = inspect.signature(forward).parameters
     called = ARGUMENTS | (PEFT_ARGUMENTS if seen.plan.method.trains_adapter else set())
@@ -108,7 +108,7 @@ def check_recomputation(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_recurrence(seen: ModelInspection) -> Iterator[Finding]:
-    """Refuses packing for models that pass a state from token to token, in which no attention mask can separate documents."""
+    """Refuses packing for models that pass a state from token to token, because no attention mask separates documents there."""
     # transformers marks a class as stateful even if all layers of this model are attention layers (Granite 4 without Mamba).
     kinds = seen.base.config.to_dict().get("layer_types") or ()
     has_state = getattr(seen.base, "_is_stateful", False) and not (kinds and STATELESS.issuperset(kinds))

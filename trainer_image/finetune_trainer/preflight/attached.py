@@ -29,7 +29,7 @@ from finetune_trainer.preflight.model_inspection import ModelInspection
 from finetune_trainer.preflight.name_matching import pattern_matches, targets
 
 _MOST_DIVISORS = 16
-"""Largest number of divisors that a fix lists."""
+"""Maximum number of divisors that a fix lists."""
 
 
 def check_attached(seen: ModelInspection) -> list[Finding]:
@@ -80,7 +80,7 @@ def _wrapped_inside(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _packed_and_saved(model: PeftModel, field: str) -> Iterator[Finding]:
-    """Reports packed layers to train whole: PEFT copies the bytes and marks them as trained, but no gradient reaches them."""
+    """Reports packed layers that are to be trained whole: PEFT marks a copy of the bytes as trained, but it gets no gradient."""
     packed = [
         name
         for name, layer in model.named_modules()
@@ -134,7 +134,7 @@ def _saved_by_their_end(model: PeftModel, field: str) -> Iterator[Finding]:
 
 
 def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Checks IA3 only. If PEFT chooses the targets itself, it compares the lists only when it loads the adapter."""
+    """Checks IA3's feedforwardModules. If PEFT chooses the targets, it compares the lists only when it loads the adapter."""
     if method.type is not MethodType.IA3 or method.adapter is None:
         return
     written, targets = method.adapter.settings.get("feedforwardModules"), model.peft_config[ADAPTER].target_modules
@@ -151,7 +151,7 @@ def _not_fed_forward(model: PeftModel, method: MethodPlan, field: str) -> Iterat
 
 
 def _blocks_of_another_size(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Checks OFT only: PEFT replaces a number that does not divide a layer's width, which its other methods refuse."""
+    """Checks OFT only: PEFT replaces a number that does not divide a layer's width; with other methods, PEFT refuses it."""
     if method.type is not MethodType.OFT or method.adapter is None:
         return
     config = model.peft_config[ADAPTER]
@@ -207,7 +207,7 @@ def _rows_beyond(model: PeftModel, method: MethodPlan, field: str) -> Iterator[F
 
 
 def _rows_twice(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Reports a tied head among the targets: PEFT gives it the rows of its embedding anyway, and would wrap it twice."""
+    """Reports a tied head among the targets: PEFT gives the head the embedding's rows anyway, and would wrap it twice."""
     for name, layer in model.named_modules():
         if isinstance(layer, TrainableTokensLayer) and isinstance(layer.base_layer, TrainableTokensLayer):
             shown = name.removeprefix(INSIDE_PEFT)
@@ -249,7 +249,7 @@ def _rows_without_bias(model: PeftModel, method: MethodPlan, field: str) -> Iter
 
 
 def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Iterator[Finding]:
-    """Reports keys of patterns that match only modules without an adapter. The checks of names report keys that match nothing."""
+    """Reports pattern keys that match only modules without an adapter. module_names.py reports keys that match nothing."""
     settings = adapter_settings(method)
     if method.lora is not None:
         settings = {"rankPattern": method.lora.rank_pattern, "alphaPattern": method.lora.alpha_pattern}
@@ -271,7 +271,7 @@ def _patterns_of_others(model: PeftModel, method: MethodPlan, field: str) -> Ite
 
 
 def check_rows_of_two_heads(seen: ModelInspection) -> list[Finding]:
-    """Refuses trained rows if the base's config.json ties the output head to the embeddings, but its files hold another head.
+    """Refuses trained rows if the base's config.json ties the output head to the embeddings, but its files hold a different head.
 
     transformers and the trainer (model/load.py) load the head from the files. A program that loads an adapter reads only
     config.json.
@@ -301,7 +301,7 @@ def check_coverage(seen: ModelInspection) -> list[Finding]:
 
 
 def _rank_beyond_width(model: nn.Module) -> Finding | None:
-    """Reports a rank above a layer's smaller side, which no change of the layer's weight can have."""
+    """Reports a rank above a layer's smaller dimension, which is the highest rank that a change of its weight can have."""
     wide: dict[str, tuple[int, int]] = {}
     for name, parameter in model.named_parameters():
         module, part, _ = name.rpartition(".lora_A.")

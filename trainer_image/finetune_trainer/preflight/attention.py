@@ -56,7 +56,7 @@ def _problem(seen: ModelInspection) -> str:
 
 
 def measured_problem(model: PreTrainedModel) -> str:
-    """Returns why the architecture's code cannot do this; empty if packed documents have the same logits as with a mask.
+    """Returns why the architecture's code cannot use bounds; empty if packed documents then have the same logits as with a mask.
 
     Changes the weights. model: a small model of the architecture, in float32.
     """

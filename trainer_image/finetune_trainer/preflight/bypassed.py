@@ -36,7 +36,7 @@ _PEFT_FIELD = "spec.parallelism.fsdp.peftWrapPolicy"
 _PARTS_OF_PEFT = frozenset({"base_layer", "original_module", "modules_to_save", "token_adapter", ADAPTER})
 _SHOWN, _LISTED = 4, 8
 _MOST_NAMES = 256
-"""Largest number of names in a list of the manifest (finetune_job.api.method)."""
+"""Maximum number of names in a list of a manifest (finetune_job.api.method)."""
 _OBSERVED = "(observed on a small model of this architecture)"
 _NO_TENSOR = "they do not return a single tensor to which PEFT could add a change"
 _LINEAR = (nn.Linear, Conv1D)
@@ -129,7 +129,7 @@ def check_units_used(seen: ModelInspection) -> list[Finding]:
 
 
 def bypassed_linear(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Returns the ends of the names of linear layers on which no adapter works."""
+    """Returns the name endings of the linear layers on which adapters do not work."""
     linear = _linear(model, uses)
     return endings([name for name, use in linear.items() if _is_unfit(use)], linear)
 
@@ -141,7 +141,7 @@ def base_name(name: str) -> str:
 
 
 def endings(wanted: Collection[str], among: Collection[str]) -> list[str]:
-    """Returns the shortest ends of names that match, by PEFT's rules, the wanted modules and no others of `among`."""
+    """Returns the shortest name endings that, by PEFT's rules, match the wanted modules and no other modules in `among`."""
     shortest: list[str] = []
     meant = set(wanted)
     for name in wanted:
@@ -178,7 +178,7 @@ def _trained(model: nn.Module, uses: ModuleUses) -> tuple[Used, Used, Used]:
 
 
 def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
-    """Returns name -> use of the model's own linear layers, with or without adapters."""
+    """Returns the use of each of the model's own linear layers by name, with or without adapters."""
     linear: dict[str, ModuleUse] = {}
     for name, module in model.named_modules():
         base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
@@ -188,7 +188,7 @@ def _linear(model: nn.Module, uses: ModuleUses) -> dict[str, ModuleUse]:
 
 
 def _working(model: nn.Module, uses: ModuleUses) -> list[str]:
-    """Returns the ends of the names of linear layers that PEFT accepts and on which adapters work.
+    """Returns the name endings of the linear layers that PEFT accepts and on which adapters work.
 
     The output layer is left out, as it is by all-linear.
     """
@@ -286,9 +286,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved: Collection[str]) -> dict[str, Any] | None:
-    """Returns the change that removes the modules that never change; None if one of their names also means a module that does."""
+    """Returns the change that removes the modules that never change; None if one of the names also matches a module that does."""
     names = _names(method, "modulesToSave")
-    # PEFT matches these names with the ends of module names, even within a part.
+    # PEFT matches these names with the ends of module names, even if they begin within a part.
     meant = {name: [module for module in saved if module.endswith(name)] for name in names}
     wrong = [name for name in names if not set(still).isdisjoint(meant[name])]
     if any(not set(still).issuperset(meant[name]) for name in wrong):
@@ -297,7 +297,7 @@ def _without_saved(method: MethodPlan, field: str, still: Collection[str], saved
 
 
 def _packed(plan: RunPlan, model: nn.Module, uses: ModuleUses) -> Iterator[Finding]:
-    """Reports packed weights that other code reads: they are one column of bytes, with which only the layer can compute."""
+    """Reports packed weights that other code reads: they are stored as one column of bytes, which only the layer can use."""
     packed = [name for name, module in model.named_modules() if hasattr(module, "weight") and is_packed(module)]
     wrong = {base_name(name): use for name in packed if (use := uses.of(base_name(name))) is not None and use.is_bypassed}
     if wrong:

@@ -1,7 +1,7 @@
 """Checks mixtures of experts: whether the experts are packed and adapted, and whether routers are adapted unintentionally.
 
 Most models keep their experts as stacked parameters. These are not linear layers, although all-linear and QLoRA seem to cover
-them. attached.py calls this with the adapted model and lists the findings with all others.
+them. attached.py calls these checks with the adapted model and adds their findings to its own.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def adapted_routers(model: PeftModel, method: MethodPlan, field: str) -> Iterato
 
 
 def _outputs(layer: BaseTunerLayer) -> int | None:
-    """Returns the number of outputs of the adapted matrix. It is not read from a packed matrix, which has lost its shape."""
+    """Returns the number of outputs of the adapted matrix. The number is not read from packed matrices: their shape differs."""
     base = layer.get_base_layer()
     weight = getattr(base, layer.parameter_name if isinstance(layer, ParamWrapper) else "weight", None)
     outputs: int | None = getattr(base, "out_features", None if weight is None else weight.shape[0])
@@ -104,7 +104,7 @@ def _outputs(layer: BaseTunerLayer) -> int | None:
 
 
 def _stacked_experts(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns name in the base -> frozen parameter that holds a matrix for each expert."""
+    """Returns the frozen parameters that hold one matrix per expert, by their names in the base."""
     # Other parameters, such as convolution kernels, also have three dimensions.
     counts = _expert_counts(getattr(model, "config", None))
     return {

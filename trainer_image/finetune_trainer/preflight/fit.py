@@ -1,4 +1,4 @@
-"""Checks that data, model and batches fit each other, given their counts."""
+"""Checks, from counts alone, that the data, the model and the batches fit together."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def fit_findings(
 
 
 def _evaluations(plan: RunPlan, splits: Mapping[str, SplitFacts]) -> Iterator[Finding]:
-    """Reports a run that is too short for its evaluations. If it has maxSteps, the rule book reports this earlier."""
+    """Reports a run that is too short for its evaluations. If maxSteps is set, the rule book reports this earlier."""
     facts, evaluation, training = splits.get(TRAIN), plan.evaluation, plan.training
     every, stopping = evaluation.every_steps, evaluation.early_stopping
     if facts is None or every is None or training.max_steps is not None or VALIDATION not in splits:

@@ -39,8 +39,8 @@ _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
 LARGE_SHARE, ALL_SHARE = 0.5, 0.9
-"""A unit with the first share of the layers' parameters or more is too large, unless the model's own classes give one of similar
-size. If the root unit has the second, the classes of the plan wrap no layer.
+"""A unit with at least LARGE_SHARE of the layers' parameters is too large, unless the model's own classes give one of similar
+size. If the root unit has at least ALL_SHARE, the plan's classes wrap no layer.
 """
 WORSE_THAN_OWN = 1.5
 """A unit is too large if its share is at least this many times the largest unit's share with the model's own classes."""
@@ -54,7 +54,7 @@ def check_units(seen: ModelInspection) -> list[Finding]:
     fsdp = plan.parallelism.fsdp
     modules = dict(model.named_modules())
     units = {name: modules[name] for name in unit_names}
-    # Tied parameters are listed under each of their names, because each name may be in another unit.
+    # Tied parameters are listed under each of their names, because each name may be in a different unit.
     in_units = by_unit(held_parameters(model, remove_duplicate=False), unit_names)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     findings = [
@@ -71,7 +71,7 @@ def check_units(seen: ModelInspection) -> list[Finding]:
 def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
     """Reports classes or a size in the plan that leave most of the model in one unit, if the model's own classes would not.
 
-    FSDP gathers whole units, so their size matters for memory, whatever the names of the classes are. Only parameters that the
+    FSDP gathers whole units, so their size matters for memory, whatever classes they have. Only parameters that the
     model's own classes put into units count: embeddings are in the root unit anyway, and can be most of a model.
     """
     model, plan = seen.trained.model, seen.plan
@@ -111,7 +111,7 @@ def check_unit_sizes(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _largest_unit(model: nn.Module, units: Collection[str], own: Collection[str]) -> tuple[str, float]:
-    """Returns the name of the unit with the most parameters (empty for the root), and its share of those within `own` units."""
+    """Returns the unit with the most parameters within `own` units (empty for the root), and its share of these parameters."""
     names, layers, sizes = frozenset(units), frozenset(own), Counter[str]()
     for name, parameter in model.named_parameters():
         if innermost_unit(name, layers):
@@ -142,7 +142,7 @@ def check_stacked_weights(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def _treated_differently(model: nn.Module, units: set[str], plan: RunPlan) -> Finding | None:
-    """Reports flat parameters whose parts should have different weight decays or learning rates, which they cannot."""
+    """Reports flat parameters whose parts need different weight decays or learning rates, which is impossible."""
     if not is_one_flat_parameter(plan.parallelism.fsdp):
         return None
     first: dict[str, tuple[str, tuple[float, float]]] = {}
@@ -215,7 +215,7 @@ def _trained_in_two_types(in_units: Mapping[str, Sequence[HeldParameter]], plan:
     changes: dict[str, str | bool] = {"spec.training.precision": "fp32"}
     lora = plan.method.lora
     if lora is not None and plan.method.quantization is not None and not lora.autocast_adapter_dtype:
-        # Adapters then have the type in which packed weights compute, but magnitudes have the type of the unpacked weights.
+        # Adapters then have the compute type of packed weights, but magnitudes have the type of the unpacked weights.
         fix, changes = "set method.lora.autocastAdapterDtype: true", {"spec.method.lora.autocastAdapterDtype": True}
     for unit, parameters in in_units.items():
         if unit_conflict(parameters, plan.parallelism.fsdp) is Conflict.TRAINED_TYPES:

@@ -1,7 +1,7 @@
-"""Defines what preflight knows of a job: an immutable record that three functions fill and that checks read.
+"""Defines what preflight knows about a job: an immutable record that three functions fill in and that checks read.
 
-roles/preflight.py lists the functions and the checks. This module does not import torch, as the process that prepares data must
-not.
+roles/preflight.py lists the functions and the checks. This module does not import torch, because the process that prepares data
+must not import it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NO_FILES = ModelFiles((), "", 0)
 
 @dataclass(frozen=True)
 class Inspection:
-    """The facts that preflight knows of a job. A part is None until it is inspected, or if a finding reports what is wrong."""
+    """The facts that preflight knows about a job. A part is None until it is inspected, or if a finding says why it cannot be."""
 
     context: RunContext
     """The job's context. If the job adds tokens, the plan trains their rows."""
@@ -49,7 +49,7 @@ class Inspection:
 
     @property
     def plan(self) -> RunPlan:
-        """The job's plan; once the model's structure is known, with the choices made for it."""
+        """The job's plan. Once the model's structure is known, the plan includes the choices made for that structure."""
         plan = self.context.plan
         return plan if self.structure is None else plan.with_choices(self.structure.batches)
 

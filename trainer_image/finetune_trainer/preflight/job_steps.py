@@ -40,9 +40,9 @@ from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.finite import first_not_finite
 
 BYTES_PER_VALUE = 4
-"""Largest size of a trained value, and of each value of optimizer state: float32."""
+"""Maximum number of bytes of a trained value and of each value of the optimizer state (float32)."""
 MOST_READ_BYTES = 1 << 34
-"""Maximum size of weights that are read even if the job computes no digests of them."""
+"""Maximum size of weights that are checked for NaN and infinity even if the job does not merge."""
 
 
 def inspect_files(context: RunContext, until_done: ExitStack) -> Inspection:
@@ -65,14 +65,14 @@ def inspect_files(context: RunContext, until_done: ExitStack) -> Inspection:
         findings += problems
         if added is not None:
             context = context.with_trained_rows()
-    # PEFT also compiles the expressions while the model is inspected, and some of them take minutes and GiB.
+    # PEFT also compiles the expressions while the model is inspected, and some would take minutes and gigabytes.
     expressions = uncompiled_expressions(plan.method)
     # With added tokens, the base to train is preflight's copy, not the directory that the job names.
     can_be_built = bool(files.digest) and (added is not None or not plan.model.added_tokens) and not expressions
     if can_be_built and not torch_is_here():
         model_process = until_done.enter_context(start_check(context.plan, context.base_model))
     if context.base_model.is_dir() and not any(finding.rule == UNUSABLE_FILE for finding in findings):
-        # Only a guessed name is reported: it can load the wrong model, while an adapter that names no base fails with an error.
+        # Only a guessed name is reported: programs may load the wrong model by it, but without a name, loading the adapter fails.
         base_name = adapter_base_problem(plan.model.name, context.base_model) if plan.method.trains_adapter else None
         if base_name is not None and base_name.rule == GUESSED:
             findings.append(base_name)
@@ -91,7 +91,7 @@ def inspect_files(context: RunContext, until_done: ExitStack) -> Inspection:
 
 
 def _check_storage(context: RunContext) -> list[Finding]:
-    """Checks that the current user can write the directories."""
+    """Checks that the current user can write to the directories, and that the output holds no results of other jobs."""
     plan = context.plan
     problems = [
         not_writable("spec.workspace", plan.workspace, context.claims_root),

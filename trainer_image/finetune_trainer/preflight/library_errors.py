@@ -37,7 +37,7 @@ _LONGEST_VALUE = 300
 
 
 def loading_error(seen: ModelInspection, error: Exception) -> Finding:
-    """Explains why the libraries do not build the model."""
+    """Explains why the libraries cannot build the model."""
     if UNKNOWN_ATTENTION.search(str(error)):
         field = "spec.model.attention"
         return make_finding(
@@ -52,7 +52,7 @@ def loading_error(seen: ModelInspection, error: Exception) -> Finding:
 
 
 def attaching_error(seen: ModelInspection, error: TrainerError) -> Finding:
-    """Explains why this model cannot be trained with these settings, by the first row of _ATTACHING that gives a finding."""
+    """Explains why this model cannot be trained with these settings, using the first row of _ATTACHING that gives a finding."""
     for text, explain in _ATTACHING:
         match = text.search(str(error))
         finding = explain(seen, error, match) if match is not None else None
@@ -64,7 +64,7 @@ def attaching_error(seen: ModelInspection, error: TrainerError) -> Finding:
 def finding_of_error(
     identifier: str, field: str, value: str, error: Exception, *, changes: Mapping[str, Any] | None = None, fix: str = ""
 ) -> Finding:
-    """Makes a finding of an error: with the hint of a trainer's error, or the class name of a library's error."""
+    """Turns an error into a finding, with the hint of a trainer's error or the class name of a library's error."""
     message = str(error).removeprefix(f"{field}: ")
     is_ours = isinstance(error, TrainerError)
     hint = error.hint if isinstance(error, TrainerError) else ""
@@ -86,7 +86,7 @@ def _conflict(seen: ModelInspection, error: Exception, changes: Mapping[str, Any
 
 
 def _planned(plan: RunPlan, field: str) -> str:
-    """Returns the plan's value of a field of the spec, as a manifest writes it."""
+    """Returns the plan's value of a field of the spec, formatted as in a manifest."""
     adapter = plan.method.adapter
     if field.startswith(_SETTINGS) and adapter is not None:
         name = field.removeprefix(_SETTINGS).removeprefix(".")
@@ -104,7 +104,7 @@ def _planned(plan: RunPlan, field: str) -> str:
 
 
 def _stacked_weights(seen: ModelInspection, error: Exception, _: re.Match[str]) -> Finding:
-    """Explains refused stacked weights; the fix has the settings with which PEFT can adapt them."""
+    """Explains why PEFT refuses stacked weights; the fix has the settings with which PEFT can adapt them."""
     return _conflict(seen, error, unfit_for_experts(seen.plan.method))
 
 
@@ -157,7 +157,7 @@ def _refused_size(seen: ModelInspection, error: Exception, refused: re.Match[str
 
 
 def _layers(seen: ModelInspection) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """Returns name and layer of all linear layers but the output head. PEFT may have adapted some before it failed."""
+    """Returns the names and layers of all linear layers except the output head. PEFT may have adapted some before it failed."""
     head = seen.base.get_output_embeddings()
     return [
         (name.removesuffix(".base_layer"), layer)

@@ -1,6 +1,6 @@
 """Gives the memory planner the model's real structure and this machine's limits, and returns its estimate and choices.
 
-meta_model.py and job_steps.py call this. Importing it does not import torch, since the process that prepares data must not.
+meta_model.py and job_steps.py call this. This module does not import torch, which the process that prepares data must not do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemoryNeed:
     """The memory that training needs in this job."""
 
     estimate: int
-    """Number of bytes of the rank that needs most."""
+    """Number of bytes needed by the rank that needs the most."""
     limit: int | None
     """Number of bytes that a rank may use; None if no limit is known."""
     terms: Mapping[str, int]

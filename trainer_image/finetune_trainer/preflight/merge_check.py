@@ -59,12 +59,12 @@ def check_merge(seen: ModelInspection) -> Iterator[Finding]:
 
 
 def check_thresholds(seen: ModelInspection) -> Iterator[Finding]:
-    """Warns of thresholds that a correct merge may miss, because rounding changes the logits. How much depends on the model.
+    """Warns of thresholds that a correct merge may miss, because rounding changes the logits. The degree depends on the model.
 
     Reads headers only.
     """
     plan, merge = seen.plan, seen.plan.merge
-    # A merge that only replaces stored tensors by trained tensors does not round, so there is nothing to check.
+    # A merge that only replaces stored tensors with trained tensors does not round, so there is nothing to check.
     if not merge.enabled or METHODS[plan.method.type].needs.trains_base_modules:
         return
     if seen.known_structure.adapter_settings is None:

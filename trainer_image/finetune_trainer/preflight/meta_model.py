@@ -1,6 +1,6 @@
 """Fills in a `ModelInspection`: builds the real model and its adapters on torch's meta device.
 
-The libraries are those of training. What the trainer asserts after wrapping (model/invariants.py) is asserted here first; a
+It uses the same libraries as training. What the trainer asserts after wrapping (model/invariants.py) is asserted here first; a
 failure becomes a finding.
 """
 
@@ -40,7 +40,7 @@ from finetune_trainer.weights.rounding import dtype_name
 _PEFT_DOES_NOT_MIND = frozenset({"token-index-unknown", "saved-module-unknown", "adapter-pattern-unmatched"})
 """Rules about unknown names. If only these are broken, PEFT still attaches the rest, whose problems are then also reported."""
 _STRETCHED = ("yarn", "llama3")
-"""Kinds of rotary positions with a factor by which texts may be longer than in pretraining."""
+"""Types of rotary scaling whose factor says how many times longer texts may be than in pretraining."""
 
 
 def fill_in_use(seen: ModelInspection) -> Iterable[Finding]:
@@ -103,7 +103,7 @@ def _attached(plan: RunPlan, base: PreTrainedModel, directory: Path) -> Attached
 
 
 def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.Module, dict[str, str]]:
-    """Returns the model that is trained, and for each trained parameter its name -> its name in the saved file."""
+    """Returns the trained model, and a mapping from the name of each trained parameter to its name in the saved file."""
     if not plan.method.trains_adapter:
         return base, {name: name for name, _ in base.named_parameters()}
     adapted = attach_skeleton_adapters(base, plan, directory)
@@ -111,7 +111,7 @@ def _trained(plan: RunPlan, base: PreTrainedModel, directory: Path) -> tuple[nn.
         return adapted, stored_names(adapted)
     except (TrainerError, MemoryError):
         raise
-    except Exception as error:  # some methods of PEFT look at values to know what they would save
+    except Exception as error:  # some PEFT methods look at values to know what they would save
         raise ConfigError(
             f"spec.method: PEFT cannot say what it would save of this model: {type(error).__name__}: {error}",
             "use another method, or other settings of it",
@@ -168,8 +168,8 @@ def _name(dtype: torch.dtype | None) -> str:
 def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | None:
     """Returns the largest number of positions in a document; None if the configuration does not say.
 
-    wanted: the number that the job sets for rotary positions, which are not limited by a table. Positions are often stretched by
-    a factor in the configuration, as Qwen's model cards show for YaRN, while `max_position_embeddings` keeps its value.
+    wanted: the number that the job sets for rotary positions, which are not limited by a table. Configurations often stretch
+    positions by a factor, as Qwen's model cards show for YaRN, but leave `max_position_embeddings` as it is.
     """
     written = getattr(config, "max_position_embeddings", None)
     if type(written) is not int:
@@ -179,7 +179,7 @@ def max_positions(config: PreTrainedConfig, wanted: int | None = None) -> int | 
 
 
 def max_row(config: PreTrainedConfig) -> int | None:
-    """Returns the largest number of tokens in a row of a batch; None if unlimited. MPT's code makes biases for so many keys."""
+    """Returns the maximum number of tokens in a row of a batch; None if unlimited. MPT's code makes biases of this size."""
     written = getattr(config, "max_seq_len", None)
     return written if config.model_type == "mpt" and type(written) is int else None
 

@@ -1,6 +1,6 @@
 """Lists the checks of a model, in the order in which their findings are shown.
 
-The checks run in their own process (model_process.py). Those of the structure also run on the rehearsal's scaled-down model.
+The checks run in their own process (model_process.py). The structure checks also run on the rehearsal's scaled-down model.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def inspect_structure(plan: RunPlan, directory: Path) -> ModelInspection:
 
 
 def inspect_model(plan: RunPlan, directory: Path) -> ModelInspection:
-    """Runs all checks of a model. Reads headers, and no weights but those that stored_weights.py needs."""
+    """Runs all checks of a model. Reads headers, and only those weights that stored_weights.py needs."""
     seen = ModelInspection(plan, directory)
     run_checks(MODEL, seen)
     return seen

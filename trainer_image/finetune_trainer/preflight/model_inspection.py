@@ -1,4 +1,4 @@
-"""Defines what preflight knows of a model (loaded, observed, with its adapters), and runs checks that read and extend this."""
+"""Defines what preflight knows about a model (loaded, observed, with adapters), and runs the checks that read and extend this."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelInspection:
     directory: Path
     findings: list[Finding] = field(default_factory=list)
     observed: ObservedUse | None = None
-    """A small model of the same architecture and the use of its modules; None if no such model could be computed."""
+    """A small model of the same architecture and the use of its modules; None if no such model could be run."""
     loaded: LoadedModel | None = None
     attached: AttachedModel | None = None
     precision: tuple[Choice, ...] = ()

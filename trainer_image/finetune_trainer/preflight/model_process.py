@@ -66,7 +66,7 @@ def check_model(plan: RunPlan, directory: Path) -> Checked:
 
 def start_check(plan: RunPlan, directory: Path) -> Child:
     """Starts `check_model` in a separate process, whose answer `finish_check` returns."""
-    # With one thread, since small operations on several threads wait for the slowest.
+    # Use one thread, because small operations on several threads wait for the slowest.
     variables = {"OMP_NUM_THREADS": "1"}
     return start_module(__spec__.name, plan.model_dump_json(), "--model", str(directory), variables=variables)
 
@@ -96,7 +96,7 @@ def finish_check(child: Child, directory: Path) -> Checked:
 def computed_first_values(context: RunContext) -> str:
     """Returns the digest of the file of first values, which a separate process computes if this process has not imported torch.
 
-    Raises ModelCheckError, and OSError as the file system does.
+    Raises ModelCheckError, and OSError if the file system fails.
     """
     path, start = context.workspace.first_values, start_directory(context)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def start_module(
 
 
 def answer_of(child: Child, what: str, fix: str) -> bytes:
-    """Returns the answer of a process. Raises ModelCheckError if it fails. what: what it does, as in "checks the model"."""
+    """Returns the answer of a process. Raises ModelCheckError if it fails. what: its task, as in "checks the model"."""
     ended = wait_for_answer(child, LONG_WORK_SECONDS)
     _require_success(ended, what, fix)
     return ended.answer

@@ -43,7 +43,7 @@ def wrong_module_names(
     """Returns the findings about names and patterns in LoRA's settings.
 
     `adaptable`: names of the modules that can hold an adapter (linear layers, embeddings); `modules`: names of all modules;
-    `parameters`: names of all parameters; `understood`: targets that PEFT takes for something else.
+    `parameters`: names of all parameters; `understood`: targets that PEFT interprets as something else.
     """
     place = "spec.method.lora"
     reason = "names no linear layer or embedding of this model"
@@ -99,7 +99,7 @@ def wrong_parameters(lora: LoraPlan, parameters: Mapping[str, int]) -> list[Find
                 ", ".join(_endings(stacked, 3)[:8]) or "no stacked parameters: name its linear layers in targetModules"
             )
             wrong[name] = ("names no parameter of this model", f"{known} It has {known_parameters}")
-            # Without stacked parameters, no name in this field can replace it: linear layers are named in targetModules.
+            # Without stacked parameters, no name in this field can replace the wrong one: linear layers belong in targetModules.
             instead[name] = near[0] if near and stacked else None
         elif flat := next((parameter for parameter, dimensions in named.items() if dimensions not in ADAPTABLE_DIMENSIONS), None):
             message = f"names {flat}, which has {named[flat]} dimension; LoRA adapts parameters of two or three"
@@ -126,7 +126,7 @@ def wrong_token_indices(lora: LoraPlan, vocabulary_size: int) -> list[Finding]:
 
 
 def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
-    """Reports targets that match only modules that are excluded or trained whole, to which PEFT silently gives no adapter."""
+    """Reports targets that match only modules that are excluded or trained whole: PEFT silently gives these no adapter."""
     field = "spec.method.lora.targetModules"
     findings = []
     for name in lora.target_modules:
@@ -143,7 +143,7 @@ def _left_out(lora: LoraPlan, adaptable: Collection[str]) -> list[Finding]:
 
 
 def _overlapping(field: str, patterns: Mapping[str, int], adaptable: Collection[str]) -> list[Finding]:
-    """Reports a module that several patterns match, of which PEFT uses the first in alphabetical order."""
+    """Reports a module that is matched by patterns with different values: PEFT uses the alphabetically first pattern."""
     for module in adaptable:
         matching = [pattern for pattern in patterns if pattern_matches(pattern, [module])]
         if len({patterns[pattern] for pattern in matching}) > 1:
@@ -164,7 +164,7 @@ def _no_such_layers(
     last = max(numbers, default=0)
     field = f"{place}.layersToTransform"
     left = [number for number in written if number in numbers]
-    # A pattern says which layers are counted. It is refused without layers, so it is removed with the last of them.
+    # layersPattern says which layers are counted. It is refused without layers, so it is removed if no layer is left.
     changes = {field: left or None} | ({f"{place}.layersPattern": None} if patterns and not left else {})
     return [
         make_finding(
@@ -183,7 +183,7 @@ def _no_such_layers(
 def _in_other_layers(
     names: Iterable[str], layers: Collection[int], modules: Collection[str], patterns: Collection[Any], place: str
 ) -> list[Finding]:
-    """Reports full names of modules in layers that are not chosen: PEFT applies the choice only to names that are ends."""
+    """Reports full names of modules in layers that are not chosen: PEFT applies the choice only to partial names."""
     field = f"{place}.layersToTransform"
     beyond = {name: layer_numbers(patterns, [name]) - set(layers) for name in names if layers and name in modules}
     beyond = {name: numbers for name, numbers in beyond.items() if numbers}
@@ -301,7 +301,7 @@ def _without_match(
     reason: str,
     depending: Collection[str] = (),
 ) -> list[Finding]:
-    """Returns a finding for each name that matches nothing. The changes replace each such name by the most similar, or remove it.
+    """Returns a finding for each name that matches nothing. The changes replace it with the most similar name, or remove it.
 
     `depending`: fields that are also removed if no name is left.
     """

@@ -20,7 +20,7 @@ LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 
 def targets(name: str, module: str) -> bool:
-    """Whether an element of a list matches the module or parameter: it is the whole name or the last parts of it."""
+    """Whether an element of a list matches the module or parameter, that is, equals its whole name or its last parts."""
     return module == name or module.endswith(f".{name}")
 
 

@@ -1,6 +1,6 @@
 """Checks that a job's directories are writable, have room, and hold no results of other jobs. Leaves nothing behind.
 
-This module is light, since the command line uses it before anything heavy is imported (roles/look.py).
+This module has few imports, because the command line uses it before anything heavy is imported (roles/look.py).
 """
 
 from __future__ import annotations

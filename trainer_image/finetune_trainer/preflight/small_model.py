@@ -24,14 +24,14 @@ from finetune_trainer.preflight.task import FIELD, SUPPORTED
 
 log = logging.getLogger(__name__)
 FIRST, SECOND = 10, 6
-"""Number of tokens of two documents: the first alone is longer than LOW_THRESHOLD, and the second crosses a multiple of it after
-the first."""
+"""Numbers of tokens of two documents. The first alone is longer than LOW_THRESHOLD; the second, placed after the first, crosses a
+multiple of LOW_THRESHOLD."""
 TOKENS = 12
 """Number of tokens of the text with which causality is measured."""
 LOSS_TOLERANCE = 2e-5
-"""Largest accepted relative difference of two computations of a loss in float32, which is below 1e-6 (measured)."""
+"""Maximum accepted relative difference between two computations of a loss in float32. Less than 1e-6 was measured."""
 LEAK_TOLERANCE = 1e-4
-"""Largest accepted change of a logit, in float32. Leaks cause 0.01 or more, a different order of sums below 1e-6 (measured)."""
+"""Maximum accepted change of a logit in float32. Leaks cause 0.01 or more; another order of sums, less than 1e-6 (measured)."""
 
 
 def check_small_model(seen: ModelInspection) -> list[Finding]:
@@ -58,7 +58,7 @@ def check_small_model(seen: ModelInspection) -> list[Finding]:
         if finding is not None:
             findings.append(finding)
             if check is _check_causality:
-                # Tokens that come later include those of other documents.
+                # The other checks would report the same, because later tokens include those of other documents.
                 break
     return findings
 
@@ -132,13 +132,13 @@ def _check_micro_batch(model: PreTrainedModel) -> Finding | None:
 
 
 def _check_own_loss(model: PreTrainedModel) -> Finding | None:
-    """Reports a model whose own loss is not the cross-entropy of its logits, with which it is trained."""
+    """Reports a model whose own loss is not the cross-entropy of its logits, which is the loss that the trainer uses."""
     size = int(model.get_input_embeddings().weight.shape[0])
     tokens = torch.arange(TOKENS)[None] * 3 % size
     with torch.no_grad():
         output = model(input_ids=tokens, position_ids=torch.arange(TOKENS)[None], labels=tokens, use_cache=False)
     logits, own = output.logits[0].float(), float(output.loss)
-    # The causal classes of encoder-decoders expect labels that are shifted already.
+    # The causal classes of encoder-decoders expect labels that are already shifted.
     losses = [float(cross_entropy(logits[: TOKENS - shift], tokens[0, shift:])) for shift in (1, 0)]
     if any(math.isclose(own, loss, rel_tol=LOSS_TOLERANCE) for loss in losses):
         return None

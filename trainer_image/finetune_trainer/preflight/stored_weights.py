@@ -1,7 +1,7 @@
 """Checks settings against the stored weights. Reports element types that do not fit together, rows of zeros for DoRA, and weights
 that take too long to decompose.
 
-Only the check of zero rows reads weights: one value of each row, and the row if it is zero; or blocks to check columns.
+Only the check for zeros reads weights: one value per row, and the whole row if that value is zero; for columns, blocks of rows.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PARAM_DTYPE = f"{FSDP}.mixedPrecision.paramDtype"
 STORAGE = "spec.method.quantization.quantStorage"
 AUTOCAST = "spec.method.lora.autocastAdapterDtype"
 SECONDS_PER_PRODUCT = 0.4e-9
-"""Seconds to decompose a matrix on one CPU, divided by larger side times smaller side squared. 0.2 to 0.32 ns were measured."""
+"""Seconds to decompose a matrix on one CPU, divided by (larger side * smaller side squared). Measured: 0.2 to 0.32 ns."""
 LONGEST_DECOMPOSITION_SECONDS = 3600.0
 BLOCK_ROWS = 1024
 STARTS_AT_THE_BASE = (LoraInit.ZERO_B, LoraInit.GAUSSIAN)
-"""Initialisations with which DoRA's first norms are the norms of the base's rows. In float32, ORTHOGONAL is another one."""
+"""Initialisations with which DoRA's first norms are the norms of the base's rows. In float32, ORTHOGONAL is one too."""
 
 
 def check_element_types(seen: ModelInspection) -> list[Finding]:
@@ -113,7 +113,7 @@ def check_zero_rows(seen: ModelInspection) -> list[Finding]:
         if lora.init_lora_weights is LoraInit.ORTHOGONAL and weight.dtype is not torch.float32:
             continue
         # A weight with trained rows has no header here: it is computed for each use, and attached.py refuses it. The files hold a
-        # tied weight under one of its names.
+        # tied weight under only one of its names.
         header = next((headers[other] for other in names.get(id(weight), []) if other in headers), None)
         # If a loader combines a weight from several stored tensors, the check is left to the trainer.
         if header is None or len(header.shape) != 2 or header.dtype not in MAGNITUDES:

@@ -1,6 +1,6 @@
 """Checks that the model predicts the next token: it must be a decoder that transformers builds as a causal language model.
 
-Similar models (classifiers, encoders, encoder-decoders, models for images alone) are refused by the names of their classes. The
+Similar models (classifiers, encoders, encoder-decoders, image-only models) are refused by the names of their classes. The
 libraries do not check this: they silently load a classifier with tied embeddings, or an encoder, as a language model. This check
 runs before the model is built.
 """
@@ -21,7 +21,7 @@ from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, CONFIG_FILE, r
 FIELD = "spec.model.source"
 SUPPORTED = "give a causal language model: a decoder whose class in config.json ends with ForCausalLM or LMHeadModel"
 WITHOUT_HEAD = ("Model", "PreTrainedModel")
-"""Ends of the names of classes that have no head for another task."""
+"""Endings of the names of classes that have no head for another task."""
 
 
 def check_task(seen: ModelInspection) -> list[Finding]:

@@ -28,7 +28,7 @@ from finetune_trainer.weights.headers import DTYPE_BYTES, TensorHeader, read_che
 
 log = logging.getLogger(__name__)
 _BLOCK_TOKENS = 1 << 20
-"""Number of tokens of the data that are read at a time to find tokens in them."""
+"""Number of tokens of the data that are searched at a time."""
 
 
 def check_token_rows(seen: Inspection) -> list[Finding]:
@@ -77,9 +77,9 @@ def _untrained(plan: RunPlan, tokenizer: Tokenizer, structure: ModelStructure, d
 
 
 def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any]:
-    """Returns the changes that train these rows: rows of an embedding, but the whole head, since PEFT trains no rows of it.
+    """Returns the changes that train these rows. PEFT trains single rows of an embedding, but a head only as a whole.
 
-    FSDP 1 supports no training of single rows (the rule fsdp1-trainable-tokens), so there the whole embedding is trained.
+    FSDP 1 does not support training of single rows (the rule fsdp1-trainable-tokens), so it trains the whole embedding.
     untrained: tensor's name -> numbers of rows.
     """
     lora = plan.method.lora
@@ -93,7 +93,7 @@ def _trained(plan: RunPlan, untrained: Mapping[str, list[int]]) -> dict[str, Any
 
 
 def special_tokens(tokenizer: Tokenizer, text: str) -> dict[int, str]:
-    """Returns id -> text of the tokenizer's added tokens that occur in `text`."""
+    """Returns the tokenizer's added tokens that occur in `text`, as a mapping from id to token text."""
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     ids = set(tokenizer(text, add_special_tokens=False)["input_ids"])
     return {number: content for number, content in sorted(added.items()) if number in ids}
@@ -111,7 +111,7 @@ def _vocabularies(structure: ModelStructure, directory: Path) -> list[TensorHead
 
 
 def _rows(header: TensorHeader, numbers: Sequence[int]) -> dict[int, bytes]:
-    """Returns number of each of these rows -> its bytes."""
+    """Returns a mapping from the number of each of these rows to its bytes."""
     length = header.shape[1] * DTYPE_BYTES[header.dtype]
     with open_regular(header.file) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         return {number: mapped[header.offset + number * length : header.offset + (number + 1) * length] for number in numbers}
@@ -131,7 +131,7 @@ def check_trained_rows(seen: Inspection) -> list[Finding]:
     else:
         field = "spec.method.lora.trainableTokenIndices"
         written = () if plan.method.lora is None else plan.method.lora.trainable_token_indices
-    # The check of added tokens reports the job's added tokens.
+    # added_tokens.py checks the job's added tokens.
     written = [token for token in written if seen.added is None or token not in seen.added.ids]
     unread = sorted(set(written) - (found_tokens(prepared, written, before_others=True) - {padding_row}))
     if not unread:
@@ -162,7 +162,7 @@ def check_trained_rows(seen: Inspection) -> list[Finding]:
 def found_tokens(prepared: Path, wanted: Collection[int], *, before_others: bool = False) -> set[int]:
     """Returns those wanted tokens that occur in training records.
 
-    before_others: whether the last token of a record does not count, since nothing is predicted from it.
+    before_others: whether to ignore the last token of each record, from which nothing is predicted.
     """
     ends = map_tables(prepared, TRAIN).document_ends
     shards = TokenShards(prepared, TRAIN)

@@ -31,7 +31,7 @@ def has_formula(changes: Sequence[Change]) -> bool:
 
 
 class ExactMatrix:
-    """Matrix number `index` of a tensor, after `changes`; each matrix of the tensor has shape `shape`."""
+    """Matrix `index` of a tensor after `changes` are applied. `shape` is the shape of each matrix of the tensor."""
 
     def __init__(
         self,

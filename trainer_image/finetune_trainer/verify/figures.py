@@ -1,6 +1,6 @@
 """Computes figures that compare the logits of models: differences, divergences, and agreement on the most likely token.
 
-In: files of logits, prompt by prompt. Out: LogitFigures. This module knows no models; logits.py calls it.
+Input: files of logits, prompt by prompt. Output: LogitFigures. This module knows nothing about models; logits.py calls it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def figures_of_prompts(prompts: Sequence[tuple[LogitsFile, LogitsFile, LogitsFil
 
 
 def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> PromptFigures:
-    """files: logits of reference, base and merged model. Vocabularies of different sizes give NaN, which passes no gate."""
+    """files: logits of reference, base and merged model. If vocabulary sizes differ, figures are NaN, which passes no gate."""
     reference, base, merged = files
     tolerance = TIE_UNITS * max(UNIT_ROUNDOFF[dtype_name(logits.dtype)] for logits in (reference, merged))
     if reference.vocabulary != merged.vocabulary:
@@ -80,7 +80,7 @@ def _figures_of_prompt(files: tuple[LogitsFile, LogitsFile, LogitsFile]) -> Prom
 def figures_together(prompts: Sequence[PromptFigures], *, chooses_experts: bool) -> LogitFigures:
     """Combine the figures of all prompts; there must be at least one prompt."""
     share = judged_share(chooses_experts=chooses_experts)
-    # torch's maximum keeps a NaN at any place; Python's drops a NaN that comes second.
+    # torch's maximum keeps a NaN at any position; Python's drops a NaN that comes second.
     differences = torch.cat([prompt.differences for prompt in prompts])
     agrees = torch.cat([prompt.agrees for prompt in prompts])
     return LogitFigures(

@@ -1,6 +1,6 @@
 """Limits how far a merged model's logits may be from those of base + adapter, and judges measured figures by these limits.
 
-In: figures and a VerificationGate. Out: the reasons why the model fails; none if it passes. Called by verification.py.
+Input: figures and a VerificationGate. Output: the reasons why the model fails; none if it passes. Called by verification.py.
 
 docs/explanation/decisions/0005-merge-in-two-names.md explains where the thresholds come from and what was measured.
 """
@@ -44,7 +44,7 @@ class LogitFigures:
 
     @property
     def judged_positions(self) -> str:
-        """The share of positions that the figures are about, in words."""
+        """The share of positions that the figures cover, in words."""
         return f"{judged_share(chooses_experts=self.chooses_experts):.0%} of positions"
 
     @property
@@ -75,7 +75,7 @@ class VerificationGate:
     max_excused: int = 1
     """Number of positions at which the most likely tokens may differ, however few positions there are.
 
-    0 if a user has set min_top1_agreement. Otherwise, the share at which PEFT's own merged model agrees is enough, too.
+    0 if a user has set min_top1_agreement. Otherwise, agreement at the share that PEFT's own merged model reaches is also enough.
     """
 
     def allowed_difference(self, figures: LogitFigures) -> float:

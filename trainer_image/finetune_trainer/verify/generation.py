@@ -19,7 +19,7 @@ from finetune_trainer.weights.headers import read_checkpoint
 
 
 class TooLargeError(MergeError):
-    """Too few tokens could be generated to be meaningful."""
+    """The weights are so large that too few tokens could be generated to be meaningful."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Continued:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits for the length and the cost of answers."""
+    """Limits on the length and the cost of answers."""
 
     most_tokens: int
     least_tokens: int
@@ -70,7 +70,7 @@ def continuations(
 
 
 def _answers(model: StreamedModel, prompts: Sequence[Sequence[int]], stops: Collection[int], num_tokens: int) -> list[list[int]]:
-    """Generate answers with the library. Shorter prompts are padded at the front, and the padding is masked."""
+    """Generate answers with transformers. Shorter prompts are padded at the front, and the padding is masked."""
     length = max(len(prompt) for prompt in prompts)
     ids = torch.tensor([[*[prompt[0]] * (length - len(prompt)), *prompt] for prompt in prompts])
     is_seen = torch.tensor([[place >= length - len(prompt) for place in range(length)] for prompt in prompts]).long()

@@ -1,7 +1,7 @@
 """Compares the logits of base + adapters, as PEFT computes them, with those of the merged model, in bounded memory.
 
-In: directories and token ids. Out: LogitFigures. Called by verification.py. It uses none of the merge's arithmetic, so it also
-catches mistakes that merge and tensor check share: names, orientation, scaling, ties. Each batch of prompts goes through one
+Input: directories and token ids. Output: LogitFigures. Called by verification.py. It uses none of the merge's arithmetic, so it
+also catches mistakes that merge and tensor check share: names, orientation, scaling, ties. Each batch of prompts goes through one
 model after the other, so memory does not grow with the number of prompts. Logits are kept on disk.
 """
 
@@ -30,7 +30,7 @@ MAX_PROMPT_POSITIONS = 512
 
 @dataclass(frozen=True)
 class Reference:
-    """Base + adapters. The base is as stored, or as a quantised training saw it.
+    """Base + adapters. The base is as stored, or as quantised in training.
 
     allow_remote_code: whether the model's own code may run. device: device on which the model is computed.
     """
@@ -106,7 +106,7 @@ def streamed_models(reference: Reference, build: Build | None = None, of_base: W
 
 
 def _weights(reference: Reference, adapters: Sequence[Path], build: Build) -> WeightSource:
-    """Return the base's weights with the first of its adapters merged by PEFT."""
+    """Return the base's weights with `adapters` merged into them by PEFT."""
     stored = StoredWeights(reference.base, reference.quantized, reference.adapters)
     weights: WeightSource = stored
     for adapter in adapters:

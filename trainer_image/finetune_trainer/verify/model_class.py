@@ -1,4 +1,4 @@
-"""Finds the class that transformers must load a base with so that PEFT attaches the adapters to it."""
+"""Finds the class with which transformers must load a base so that PEFT can attach the adapters to it."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def config_of(directory: Path, *, allow_remote_code: bool = False) -> Any:
 def model_builder(base: Path, adapters: Sequence[Path] = (), *, allow_remote_code: bool = False) -> Build:
     """Return a function that builds the base with the class that has most of the adapters' modules.
 
-    For a model of text and images, the class for text names its modules differently from the whole model, and PEFT would skip
-    an adapter of the other one without an error. The class for text is preferred. Raises UnverifiableModelError.
+    For a model of text and images, the class for text and the class for the whole model name modules differently, and PEFT
+    silently skips adapters of the other class. The class for text is preferred. Raises UnverifiableModelError.
     """
     names = [name.removeprefix(INSIDE_PEFT) for adapter in adapters for name in read_adapter(adapter).tensors]
     try:
@@ -49,7 +49,7 @@ def model_builder(base: Path, adapters: Sequence[Path] = (), *, allow_remote_cod
         try:
             model = build(config)
         except ValueError as error:
-            # The library lists all classes that it knows.
+            # The other lines list all classes that the library knows.
             reasons.append(str(error).partition("\n")[0])
             continue
         count = sum(_is_inside(model, name) for name in names)

@@ -13,8 +13,8 @@ from finetune_trainer.weights.headers import CONFIG_FILE, read_json
 
 NUM_PROMPTS = 4
 NUM_TOKENS = 32
-"""Number of tokens of each prompt, if the model has as many positions. Few suffice: computing prompts takes most of a
-verification's time, and a wrong merge is wrong at nearly every position (gate.py).
+"""Number of tokens of each prompt, if the model has as many positions. It is small because computing prompts takes most of a
+verification's time, and few suffice because a wrong merge is wrong at nearly every position (gate.py).
 """
 _SPECIAL_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "sep_token_id", "unk_token_id")
 _POSITION_FIELDS = ("max_position_embeddings", "n_positions")
@@ -24,7 +24,7 @@ _TOKENIZER_FILE, _TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.js
 def default_prompts(base: Path, num_rows: int | None = None) -> list[list[int]]:
     """Return NUM_PROMPTS sequences of ordinary tokens, always the same for the same model.
 
-    num_rows: number of rows of embeddings that a merge made larger than the base's; then one more prompt has added tokens.
+    num_rows: number of rows of the embeddings if the merge enlarged them; then an additional prompt contains added tokens.
     Raises MergeError for a broken config.json.
     """
     config = read_json(base / CONFIG_FILE)

@@ -31,8 +31,8 @@ class VerificationReport:
     """Results of a verification.
 
     passed: whether there is no fault. logits: None if tensors were already wrong. merged_onto: the base to which the adapters
-    were added (Original or Dequantized), which `logits` and `gate` are about. other_logits: for an adapter of a quantised
-    training, the comparison with the other base + adapter. peak_memory_bytes: peak memory of the whole process.
+    were added (Original or Dequantized), to which `logits` and `gate` refer. other_logits: for an adapter trained on a quantised
+    base, the comparison with the other base + adapter. peak_memory_bytes: peak memory of the whole process.
     """
 
     passed: bool

@@ -61,7 +61,7 @@ class ElementTypes:
 def element_types(directory: Path, build: Build, *, allow_remote_code: bool = False) -> ElementTypes:
     """Return the element types with which the library loads the model in a directory. Raises what the library raises.
 
-    The library gets empty tensors that match the files' headers. From the files themselves it would read all values in vain.
+    The library gets empty tensors that match the files' headers. From the files themselves, it would needlessly read all values.
     """
     built = build(config_of(directory, allow_remote_code=allow_remote_code))
     # The order matters: if config.json names no type, the library takes that of the first suitable tensor.
@@ -90,8 +90,8 @@ def skeleton_model(
 ) -> SkeletonModel:
     """Build the model of `weights.directory` without base weights, with `adapter` attached.
 
-    build: from `model_builder`. types: the model's element types; None: determined here. device: device on which it
-    runs. Raises what the libraries raise.
+    build: from `model_builder`. types: the model's element types; None: determined here. device: where the model runs. Raises
+    what the libraries raise.
     """
     directory = weights.directory
     types = types or element_types(directory, build, allow_remote_code=allow_remote_code)
@@ -183,7 +183,7 @@ class MergedWeights:
             values = self._weights.whole(slot.path, slot.dtype)
             slot.module._parameters[slot.name] = nn.Parameter(values, requires_grad=False)  # noqa: SLF001
         innermost: nn.Module = module
-        # Adapters of several parameters of one module are nested, and each layer merges its own.
+        # Adapters of several parameters of one module are nested, and each layer merges its own adapter.
         while isinstance(innermost, BaseTunerLayer):
             with torch.no_grad():
                 innermost.merge(safe_merge=False)

@@ -22,7 +22,7 @@ BLOCK_BYTES = 16 << 20
 class StoredWeights:
     """The weights of a model directory. Raises MergeError if the directory is broken.
 
-    quantized: stored tensors, by name, that a quantised training packed (merge/quantized_base.py). adapters: directories of
+    quantized: stored tensors, by name, that were packed in training (merge/quantized_base.py). adapters: directories of
     adapters; if their embeddings have more rows than the files, the additional rows come from the adapters.
     """
 

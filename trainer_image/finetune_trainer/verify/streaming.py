@@ -20,7 +20,7 @@ from torch import nn
 from finetune_trainer.verify.skeleton import HOST, ParameterSlot, SkeletonModel, WeightSource, offload
 
 MAX_WHOLE_BYTES = 4 << 30
-"""Largest size of a model that is loaded whole. A model loaded whole may use weights outside the layers that own them."""
+"""Maximum size of a model that is loaded whole. Such a model may use weights outside the layers that own them."""
 MAX_BATCH_POSITIONS = 2048
 """Maximum number of positions in a batch of prompts. All logits of a batch are in memory at once, and the weights are read again
 for each batch.
@@ -80,7 +80,7 @@ class StreamedModel:
         layers = frozenset(id(layer) for members in lists for layer in members)
         for module, slots in _units(skeleton.model, by_module, layers):
             module.register_forward_pre_hook(lambda _module, _arguments, slots=slots: self._load(slots))
-        # Both models need the check: PEFT calls the base without its hooks, and generation calls the base alone.
+        # Both models need the check: PEFT calls the base without running the base's hooks, and generation calls the base alone.
         for model in {skeleton.model, skeleton.base}:
             model.register_forward_hook(lambda _model, _arguments, output: require_all_weights(output.logits))
 

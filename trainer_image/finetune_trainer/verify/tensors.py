@@ -32,7 +32,7 @@ SAMPLE_ROWS = 16
 MIN_SAMPLE_ROWS = 4
 """Minimum number of these rows if many matrices are stacked in one tensor."""
 TOKEN_ROWS = 64
-"""Maximum number of additional rows: of trained tokens, and of added tokens."""
+"""Maximum number of additional rows for trained tokens, and also for added tokens."""
 READ_BYTES = 8 << 20
 FIRST_ELEMENTS = 4096
 """Number of elements that are compared first, because a changed tensor usually differs in them."""
@@ -179,7 +179,7 @@ def _without_dtype(value: Any) -> Any:
 
 
 def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader]) -> bool:
-    """Whether no value can change: a LoRA factor is all zero, there are no magnitudes, and copies equal the base."""
+    """Whether no value can change: each change has an all-zero LoRA factor and no magnitude, and copies equal the base."""
     original = originals.get(tensor.name)
     if tensor.is_replaced and not (original is not None and _is_cast_of(tensor.source, original, original.dtype)):
         return False
@@ -193,7 +193,7 @@ def _is_zero_change(tensor: OutputTensor, originals: Mapping[str, TensorHeader])
 def _faults_of_changed(
     tensor: OutputTensor, original: TensorHeader | None, result: TensorHeader, figures: TensorClassFigures
 ) -> Iterator[str]:
-    """Yield at most one fault, of the first matrix with an error that rounding does not explain."""
+    """Yield at most one fault, about the first matrix with an error that rounding does not explain."""
     if not tensor.changes:
         if not _is_cast_of(tensor.source, result, tensor.compute_dtype):
             yield f"tensor {tensor.name} is not the adapter's copy {tensor.source.name}"

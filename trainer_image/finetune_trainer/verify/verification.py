@@ -1,6 +1,6 @@
-"""Runs a whole verification: compares tensors and logits, applies the gate, writes the report, and gives the model its name.
+"""Runs a whole verification: compares tensors and logits, applies the gate, writes the report, and renames the model.
 
-A model that passes gets its final name; a model that fails is quarantined. Called by the merge role and the command line.
+A model that passes gets its final name; one that fails is quarantined. Called by the merge role and the command line.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def verify_merge(
     digests: FileDigests | None = None,
     device: str = "cpu",
 ) -> VerificationReport:
-    """Compare tensors and, if they are right, logits. Write the report and, to `page_path`, a page for people.
+    """Compare tensors and, if they are right, logits. Write the report and, to `page_path`, a human-readable page.
 
     adapters: in the order in which they were merged. prompts: held-out token ids, or prompts.default_prompts. gate: see
-    gate_of_merge. quantization: how the adapters' training quantized the base, if it did; then logits are compared with both
-    bases, and the gate applies to `merged_onto`. base_sha256: digests of the base's files that preflight recorded, by name; None:
-    unknown. allow_remote_code: whether the base's own code may run. digests: digests of files, which need not be finished yet.
-    device: device on which logits are computed.
+    gate_of_merge. quantization: how the base was quantized when the adapters were trained, if it was; then logits are compared
+    with both bases, and the gate applies to `merged_onto`. base_sha256: digests of the base's files that preflight recorded, by
+    name; None: unknown. allow_remote_code: whether the base's own code may run. digests: digests of files, whose computation may
+    still be running. device: device on which logits are computed.
 
     Raises MergeError if a directory cannot be read or the model cannot be verified, and ValueError for empty prompts, or for
     Dequantized without `quantization`.
@@ -78,11 +78,11 @@ def verify_merge(
         logits, *others = compare_logits(references, merged, prompts, scratch=report_path.parent)
         other = others[0] if others else None
         if gate.max_excused and logits.top1_agreement < gate.min_top1_agreement:
-            # Rounding alone may change the most likely token more often, if a model's likely tokens are nearly equal.
+            # Rounding alone may change the most likely token more often, if the likely tokens have nearly equal logits.
             (own, *_) = compare_logits(references[:1], merged, prompts, scratch=report_path.parent, is_peft_merge=True)
             gate = replace(gate, min_top1_agreement=min(gate.min_top1_agreement, own.top1_agreement))
         faults = gate_failures(logits, gate)
-    # These come last, because they wait for the digests.
+    # The following checks come last, because they wait for the digests.
     compared = _compared(base, adapters, merged, digests)
     of_base = tuple(
         f"base file {name} does not have the sha256 that preflight recorded: it changed after that"
@@ -113,9 +113,9 @@ def verify_and_name(
 ) -> VerificationReport:
     """Verify the model at `paths.current`, and move it to `paths.verified` if it passes.
 
-    verify: `verify_merge` with all arguments except the paths. withdraw: called if the model fails, after its reports are
-    written and before it loses its name; it must remove everything elsewhere that calls the model a result.
-    Raises VerificationError if the model fails; it is then kept as `paths.quarantined`. Also raises what `verify_merge` raises.
+    verify: `verify_merge` with all arguments except the paths. withdraw: called if the model fails, after its reports are written
+    and before it is renamed; it must remove everything elsewhere that presents the model as a result. Raises VerificationError if
+    the model fails; it is then kept as `paths.quarantined`. Also raises what `verify_merge` raises.
     """
     merged = paths.current
     report = verify(merged=merged, report_path=paths.report, page_path=paths.page)
@@ -123,7 +123,7 @@ def verify_and_name(
     if not report.passed:
         withdraw(report)
         kept, number = paths.quarantined, 1
-        while kept.exists():  # nothing is deleted
+        while kept.exists():  # earlier quarantined models are kept
             number += 1
             kept = paths.quarantined.with_name(f"{paths.quarantined.name}-{number}")
         merged.rename(kept)

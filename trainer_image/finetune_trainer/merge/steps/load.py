@@ -1,6 +1,6 @@
 """Turns a Change into a Step: reads the adapter's tensors and passes them to the step for this kind of change.
 
-The steps that add a tensor (the bias of lora_B) and that replace rows are defined here, and each other step in its own module.
+The steps that add a tensor (the bias of lora_B) or replace rows are defined here; each other step has its own module.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finetune_trainer.weights.rounding import all_finite, round_into
 def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dtype, read: ReadTensor) -> Step:
     """Return the step for one matrix of (num_rows, num_columns), which PEFT would hold in the dtype `compute`.
 
-    read: loads a tensor in the dtype and shape of its header. Raises MergeError if this machine would not give PEFT's bits.
+    read: loads a tensor in the dtype and shape of its header. Raises MergeError if this machine cannot compute PEFT's bits.
     """
     match change:
         case LowRank():
@@ -47,7 +47,7 @@ def load_step(change: Change, num_rows: int, num_columns: int, compute: torch.dt
 
 @dataclass(frozen=True)
 class AdditionStep(Step):
-    """Adds a tensor. tensor: of the matrix's shape, in fp32."""
+    """Adds a tensor, which is in fp32 and has the matrix's shape."""
 
     tensor: torch.Tensor
     scaling: float
@@ -60,7 +60,7 @@ class AdditionStep(Step):
 
 @dataclass(frozen=True)
 class TokenRowsStep(Step):
-    """Replaces rows. tokens: (number of indices, columns), in the dtype of the adapter's file."""
+    """Replaces rows. tokens: the new rows, of shape (number of indices, columns), in the dtype of the adapter's file."""
 
     indices: tuple[int, ...]
     tokens: torch.Tensor

@@ -1,7 +1,7 @@
-"""Computes W + scaling * B@A in blocks of rows, for a weight or for one expert, with the bits of peft 0.21.2 on a CPU.
+"""Computes W + scaling * B@A in blocks of rows, for a weight or for one expert, bit-identical to peft 0.21.2 on a CPU.
 
 The bits of a matrix product depend on the kernel that the library chooses for its shape. So a product is cut into blocks, added
-to the weight while it is computed, or computed for a single expert, only if this has equal bits on this machine.
+to the weight while it is computed, or computed for a single expert, only if this gives the same bits on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from finetune_trainer.weights.rounding import all_finite, round_into
 from finetune_trainer.weights.stored import ExpertPart
 
 SELF_CHECK_BYTES = 32 << 20
-"""Maximum size in fp32 bytes of the product that blocks or single experts are compared with. It limits memory."""
+"""Maximum size in bytes of the fp32 product with which blocks or single experts are compared. It limits the use of memory."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +36,17 @@ class Factors:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether the weight is stored as (in, out). Its rows are then columns of B@A."""
+        """Whether the weight is stored as (in, out), so that its rows are columns of B@A."""
         return self.orientation is not Orientation.LINEAR
 
 
 Add = Callable[[Factors, int, int, torch.Tensor, Scratch], None]
-"""A function that adds rows start..stop of scaling * B@A to a tensor with these rows of the stored weight, in fp32 or fp64."""
+"""A function that adds rows start..stop of scaling * B@A to a tensor with the same rows of the stored weight, in fp32 or fp64."""
 
 _exact: dict[tuple[object, ...], Add | None] = {}
-"""Results of `LowRankStep._add` in this process. The key has everything that decides which kernels the library chooses."""
+"""Results of `LowRankStep._add` in this process. The key contains everything that determines the library's choice of kernels."""
 _equal_experts: set[tuple[int, ...]] = set()
-"""Shapes (experts, rank, in, out) for which products of single experts had equal bits in this process."""
+"""Shapes (experts, rank, in, out) for which products of single experts had PEFT's bits in this process."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,16 @@ class LowRankStep(Step):
     compute: torch.dtype
 
     def row_blocks(self, num_rows: int, num_columns: int) -> list[tuple[int, int]]:
-        """Return the blocks that are computed by one product each: all rows in one block if smaller ones give other bits."""
+        """Return the blocks of rows, each computed by one product: a single block if smaller ones would give other bits."""
         # If the weight is transposed, DoRA's norms run across the stored rows, so no row can be finished alone.
         needs_whole = self.factors.magnitude is not None and self.factors.is_transposed
-        # The comparison runs now, in the thread that makes chunks. Workers would all compare at once, each in its own memory.
+        # Blocks are compared now, in the thread that makes chunks. Workers would all do so at once, each in its own memory.
         return [(0, num_rows)] if needs_whole or self._add() is None else row_blocks(num_rows, num_columns)
 
     def _add(self) -> Add | None:
-        """Return the fastest function that adds blocks of the product with PEFT's bits; None if there is none."""
+        """Return the fastest function that adds blocks of the product bit-identically to PEFT; None if there is none."""
         factors = self.factors
-        # Most scalings are a power of two of at least 1, which changes no digit of a number, in whatever order one multiplies.
+        # Most scalings are powers of two and at least 1. Multiplying by these is exact, in whatever order products are computed.
         is_exact_factor = factors.scaling >= 1 and math.frexp(factors.scaling)[0] == 0.5
         is_fp32 = torch.promote_types(self.compute, torch.float32) is torch.float32
         in_one_pass = is_exact_factor and is_fp32 and (factors.magnitude is not None or not factors.rounds_product)
@@ -110,7 +110,7 @@ class LowRankStep(Step):
 
 
 def scaled_product(factors: Factors, start: int, stop: int, scratch: Scratch) -> torch.Tensor:
-    """Return rows start..stop of the weight's change in fp32, as PEFT computes them. A transposed weight gives a view."""
+    """Return rows start..stop of the weight's change in fp32, as PEFT computes them. For a transposed weight, it is a view."""
     rows = slice(start, stop)
     left, right = (factors.b, factors.a[:, rows]) if factors.is_transposed else (factors.b[rows], factors.a)
     product = torch.mm(left, right, out=scratch.block(0, left.shape[0], right.shape[1])).mul_(factors.scaling)
@@ -120,19 +120,19 @@ def scaled_product(factors: Factors, start: int, stop: int, scratch: Scratch) ->
 def add_product(factors: Factors, start: int, stop: int, weight: torch.Tensor, scratch: Scratch) -> None:
     """Compute the product, and then add it to the weight, as PEFT does."""
     delta = scaled_product(factors, start, stop, scratch)
-    # The copy changes the memory layout. Adding columns to rows would take three times as long as the merge's other arithmetic.
+    # The copy changes the memory layout: adding columns to rows would take three times as long as the merge's other arithmetic.
     weight += scratch.block(2, *delta.shape).copy_(delta) if factors.is_transposed else delta
 
 
 def add_while_multiplying(factors: Factors, start: int, stop: int, weight: torch.Tensor, scratch: Scratch) -> None:  # noqa: ARG001 - an Add
-    """Compute and add the product in one call of the library, which saves passes over product and weight."""
+    """Compute and add the product in one library call, which saves passes over the product and the weight."""
     rows = slice(start, stop)
     left, right = (factors.a[:, rows].T, factors.b.T) if factors.is_transposed else (factors.b[rows], factors.a)
     weight.addmm_(left, right, alpha=factors.scaling)
 
 
 def is_exact(add: Add, factors: Factors) -> bool:
-    """Whether `add` gives PEFT's bits for the first and last blocks, compared with one product over all of their rows.
+    """Whether `add` computes the first and last blocks bit-identically to one product over all of their rows, as in PEFT.
 
     SELF_CHECK_BYTES limits the number of blocks; a small weight is compared as a whole. This is called once per shape, because
     the library chooses its kernels by shape. The compared factors have the given memory layout but other values, because an
@@ -140,7 +140,7 @@ def is_exact(add: Add, factors: Factors) -> bool:
     """
 
     def spread_like(tensor: torch.Tensor) -> torch.Tensor:
-        """Return different, unordered values between -0.5 and 0.5: fractions of multiples of the golden ratio."""
+        """Return distinct, unordered values between -0.5 and 0.5, from the fractional parts of multiples of the golden ratio."""
         values = (torch.arange(1, tensor.numel() + 1, dtype=torch.float64) * 0.6180339887498949) % 1 - 0.5
         return torch.empty_strided(tensor.shape, tensor.stride()).copy_(values.view(tensor.shape))
 
@@ -171,7 +171,7 @@ def part_of_factors(
     """Return the part of the factors that belongs to one stored matrix of `shape`: A (r, in) and B (out, r).
 
     a: (experts * r, all in), b: (all out, r * experts). `in` and `out` are the numbers of the matrix's columns and rows, or rows
-    and columns if it is stored as (in, out). Raises MergeError if this machine would not give PEFT's bits.
+    and columns if it is stored as (in, out). Raises MergeError if this machine would not compute the same bits as PEFT.
     """
     if part.num_experts > 1:
         require_equal_products(a, b, part.num_experts)
@@ -190,7 +190,7 @@ def part_of_factors(
 
 
 def require_equal_products(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> None:
-    """Raise MergeError unless products of single experts have the bits of PEFT's product of all experts.
+    """Raise MergeError unless products of single experts are bit-identical to PEFT's product of all experts.
 
     SELF_CHECK_BYTES limits the number of experts that are compared.
     """

@@ -1,9 +1,9 @@
 """Merges one module with PEFT's own layer class for the adapter's method, if this package has no formula for the method.
 
 A model is built that has only this module, under its own name, so that PEFT's settings match it as they do in the whole model.
-The adapter is attached and loaded like in `PeftModel.from_pretrained`, and merged like in `merge_and_unload(safe_merge=False)`.
-The result is bit-identical to merging the whole model, provided that a layer depends only on its module and on shared tensors of
-the adapter's file. tests/unit/finetune_trainer/merge/test_non_lora.py compares the two results for every supported method.
+The adapter is attached and loaded as in `PeftModel.from_pretrained`, and merged as in `merge_and_unload(safe_merge=False)`. The
+result is bit-identical to merging the whole model, provided that a layer depends only on its module and on shared tensors of the
+adapter's file. tests/unit/finetune_trainer/merge/test_non_lora.py compares the two results for every supported method.
 
 Memory holds the module's parameters in PEFT's dtype, its adapter tensors, and one to three fp32 temporaries of the weight's
 shape. Only one module is merged at a time, whatever the number of threads.
@@ -32,14 +32,14 @@ from finetune_trainer.weights.rounding import all_finite, round_into
 ALIGNMENT = 64
 """Alignment in bytes. Vector instructions give the same bits at addresses with the same remainder modulo this number."""
 _COMPANION = "shared_extent"
-"""Name of a module next to the merged one that has the size of the shared projections. Its weight takes no memory."""
+"""Name of an additional module in the model that has the size of the shared projections. Its weight takes no memory."""
 _CONVOLUTIONS: Mapping[str, Any] = {"Conv1d": nn.Conv1d, "Conv2d": nn.Conv2d, "Conv3d": nn.Conv3d}
 _one_at_a_time = threading.Lock()
 
 
 @dataclass(frozen=True)
 class ModuleStep(WholeMatrix):
-    """Merges a module and returns one of its parameters."""
+    """Merges a module with PEFT's own layer and writes one of its parameters."""
 
     change: ModuleMerge
     compute: torch.dtype
@@ -58,7 +58,7 @@ class ModuleStep(WholeMatrix):
             for name, header in change.base.items():
                 stored = values.view(header.shape) if name == change.parameter else self.read(header)
                 if stored.dtype == self.compute:
-                    # Aligned as in the base's mapped file, because the alignment affects the bits of products with a vector.
+                    # Aligned as in the memory-mapped base file, because alignment affects the bits of matrix-vector products.
                     buffer = torch.empty(stored.nbytes + ALIGNMENT, dtype=torch.uint8)
                     start = (header.offset - buffer.data_ptr()) % ALIGNMENT
                     placed = buffer[start : start + stored.nbytes].view(stored.dtype).view(stored.shape)
@@ -91,13 +91,13 @@ def _merged_parameter(
 
 
 def require_tensors_of_module(change: ModuleMerge) -> None:
-    """Check, without reading values, that the adapter holds the tensors of PEFT's layer. Raises what `_adapted` raises."""
+    """Check, without reading values, that the adapter has the tensors of PEFT's layer. Raises what `_adapted` raises."""
     with on_meta_device():
         _adapted(change, {name: torch.empty(header.shape) for name, header in change.base.items()})
 
 
 def _adapted(change: ModuleMerge, parameters: Mapping[str, torch.Tensor]) -> PeftModel:
-    """Return a model of this one module with a new adapter, after checking that the file has its tensors in their shapes.
+    """Return a model of this one module with a new adapter. Check that the file has the adapter's tensors in the right shapes.
 
     Raises UnsupportedAdapterError, AdapterTensorError.
     """

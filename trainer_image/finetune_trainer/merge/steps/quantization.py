@@ -1,13 +1,13 @@
 """Quantizes a weight to 4 bits and dequantizes it on the CPU, which gives the weight that bitsandbytes' layers compute with.
 
-bitsandbytes 0.50 quantizes 64 consecutive values, whatever their rows, to 4-bit codes and their largest absolute value. Double
+bitsandbytes 0.50 turns every 64 consecutive values, even across rows, into 4-bit codes and their largest absolute value. Double
 quantization also quantizes these maxima: it subtracts their mean, and turns blocks of 256 into 8-bit codes. A layer dequantizes
 directly into its compute dtype (bitsandbytes/functional.py quantize_4bit, backends/default/ops.py gemm_4bit). So values can be
-quantized in pieces, but with double quantization none can be dequantized before all of the matrix is quantized. Memory holds the
+quantized in pieces, but with double quantization none can be dequantized before the whole matrix is quantized. Memory holds the
 matrix, its codes, which take a quarter of that, and the temporaries of a piece.
 
-On a CPU with AVX-512, bitsandbytes' own layers wrongly dequantize rows whose width is not a multiple of 64, in every step of a
-training. Here they have the correct values, as on a GPU.
+On a CPU with AVX-512, bitsandbytes' own layers wrongly dequantize rows whose width is not a multiple of 64, in every training
+step. Here these rows have the correct values, as on a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from finetune_trainer.merge.steps.step import Scratch, WholeMatrix
 from finetune_trainer.weights.rounding import all_finite, round_into
 
 BLOCK_VALUES = 64
-"""Number of values that share a largest absolute value. It is the default of bitsandbytes' layers, which transformers keeps."""
+"""Number of values that are quantized as one block. This is the default of bitsandbytes' layers, which transformers keeps."""
 PIECE_VALUES = 1 << 20
 """Number of values that are quantized at once, a multiple of BLOCK_VALUES."""
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def dequantized(weight: torch.Tensor, quantization: Quantization) -> torch.Tensor:
-    """Return the weight with which a layer of these settings computes if it is made from the stored `weight`.
+    """Return the weight with which a bitsandbytes layer with these settings computes if it is made from the stored `weight`.
 
     weight: (rows, columns), in any floating dtype. The result has the same shape and the layer's compute dtype.
     """
@@ -54,7 +54,7 @@ def _unpack_into(weight: torch.Tensor, quantization: Quantization, out: torch.Te
     if quantization.double_quant:
         offset = absmax.mean()
         absmax = functional.dequantize_blockwise(*functional.quantize_blockwise(absmax - offset, blocksize=256)) + offset
-    # A transposed weight is dequantized as it was quantized, and transposed back at the end.
+    # A transposed weight is dequantized in the layout in which it was quantized, and transposed back at the end.
     unpacked = out if not quantization.is_transposed else torch.empty(weight.shape, dtype=compute)
     target = unpacked.view(-1)
     first = 0
