@@ -420,7 +420,7 @@ def test_locks_are_what_uv_lock_says() -> None:
 
 def test_lock_with_a_forbidden_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_FORBIDDEN", frozenset({"kopf"}))
-    with pytest.raises(ImageError, match=r"kopf into finetune-operator"):
+    with pytest.raises(ImageError, match=r"adds kopf to finetune-operator"):
         locks.derive(next(lock for lock in locks.LOCKS if lock.subject == "finetune-operator"))
 
 
