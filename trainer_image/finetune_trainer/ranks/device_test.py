@@ -1,7 +1,7 @@
-"""Tests a rank's device for a second before it trains: memory, matrix products, and a sum over all ranks.
+"""Tests a rank's device for a second before training starts: its memory, matrix products, and a sum over all ranks.
 
-A device that computes wrong results trains a wrong model, and a slow one delays all others. The computations have the same exact
-result in every order and precision of sums, so results are compared bit by bit. The device's speeds are also measured.
+A device that computes wrong results trains a wrong model, and a slow one delays all others. The test's results are exact in any
+order and precision of summation, so they are compared bit by bit. The device's speeds are also measured.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from finetune_trainer.ranks.gang import Gang
 log = logging.getLogger(__name__)
 
 SIZE = {"cuda": 8192, "cpu": 256}
-"""Rows and columns of a product: large enough to reach the device's peak speed, at which an L4 takes 9 milliseconds."""
+"""Number of rows and of columns of the multiplied matrices: enough to reach peak speed, at which an L4 takes 9 milliseconds."""
 BYTES = {"cuda": 4 << 30, "cpu": 1 << 20}
-"""Maximum number of bytes that are tested; fewer if little memory is free."""
+"""Maximum number of bytes to test; fewer are tested if little memory is free."""
 ROUNDS = 5
 PATTERNS = (0x55, 0xAA)
-"""Two bytes in which every bit is once 0 and once 1."""
+"""Two bytes: each bit is 0 in one of them and 1 in the other."""
 SLOW_SHARE = 0.8
-"""A device below this share of the median speed is too hot, shared or broken, not just slower than others."""
+"""A device below this share of the median speed is too hot, shared or broken; normal differences are smaller."""
 _SEED = 20_240_601
 _NONZERO_SHARE = 0.125
-"""Share of entries that are 1; as many are -1. Sums of 8,192 products then stay far below 256, up to which bfloat16 represents
-integers exactly.
+"""Share of entries that are 1; an equal share is -1. Sums of 8,192 products then stay far below 256, up to which bfloat16
+represents integers exactly.
 """
 
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Speeds that a device reached."""
+    """Speeds measured on a device."""
 
     flops: float
-    """Operations per second in a bfloat16 product."""
+    """Operations per second in a bfloat16 matrix product."""
     memory: float
-    """Bytes per second in a copy, those read plus those written."""
+    """Bytes read and written per second in a copy."""
     slowest_share: float = 1.0
     """Operations per second of the slowest rank's device, divided by the median over all ranks."""
 
@@ -53,16 +53,16 @@ def check_device(gang: Gang) -> DeviceFigures:
     figures = DeviceFigures(flops=_products(gang.device), memory=_memory(gang.device))
     _sum_over_ranks(gang)
     if gang.device.type == "cuda":
-        # Free the tested memory for training, and do not count it in peaks.
+        # Free the tested memory for training, and leave it out of measured peaks.
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(gang.device)
     return replace(figures, slowest_share=_slowest_share(gang.gather(figures.flops, float), logs=gang.is_first))
 
 
 def _slowest_share(flops: Sequence[float], *, logs: bool) -> float:
-    """Speed of the slowest rank divided by the median. flops: by rank. logs: whether to log a slow rank.
+    """Return the slowest rank's speed divided by the median. flops: speeds by rank. logs: whether to log a slow rank.
 
-    In a training step, all ranks wait for the slowest one inside collectives, so it would not be noticed there.
+    In a training step, all ranks wait inside collectives for the slowest one, so a slow rank would not be noticed there.
     """
     share = min(flops) / statistics.median(flops)
     if logs and share < SLOW_SHARE:
@@ -107,7 +107,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _sum_over_ranks(gang: Gang) -> None:
-    """Check a sum of integers over the links that gradients use."""
+    """Check a sum of integers over all ranks, which uses the same links as gradients."""
     if gang.world_size == 1:
         return
     length = 1 << 20 if gang.device.type == "cuda" else 1 << 10
@@ -124,7 +124,7 @@ def _sum_over_ranks(gang: Gang) -> None:
 
 
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the fastest round takes."""
+    """Return the seconds that the fastest of several rounds of `work` takes."""
     seconds = []
     for _ in range(ROUNDS):
         _wait(device)

@@ -1,7 +1,7 @@
-"""This process as a rank, and the small messages through which ranks agree.
+"""This process as a rank, and the small messages by which ranks agree on decisions.
 
 Messages are JSON of a fixed form and bounded length, never pickles: torch does not authenticate members, so any program that can
-reach a gang's ports can join it, and reading a pickle would run the sender's code.
+reach a gang's ports can join it, and unpickling its message would run its code.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _AFTER_THE_WATCHDOG = timedelta(minutes=1)
 ENVIRONMENT = "env://"
 """URL with which torch reads rank 0's address from torchrun's environment variables."""
 MOST_MESSAGE_BYTES = 16 << 20
-"""Maximum size of a rank's message. The longest messages list unusable checkpoints, with a sentence for each."""
+"""Maximum size of a rank's message in bytes. The longest messages list unusable checkpoints, with a sentence for each."""
 EntryName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-"""Name of an entry of a directory, which cannot lead outside the directory."""
+"""Name of a directory entry; it cannot lead outside the directory."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Gang:
     local_rank: int
     device: torch.device
     messages: dist.ProcessGroup | None
-    """A gloo group for small messages, so that they need no accelerator; None if there is only one rank."""
+    """A gloo group for small messages, which therefore need no accelerator; None if there is only one rank."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: T, form: Any) -> list[T]:
-        """Every rank's value, by rank. form: the type of the values, for pydantic. Raises InvariantError for another type."""
+        """Return every rank's value, by rank. form: the values' type, for pydantic. Raises InvariantError for other types."""
         if self.world_size == 1:
             return [value]
         message = _encoded(value, form)
@@ -62,7 +62,7 @@ class Gang:
         return [_decoded(rank, part[:size], form) for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
 
     def from_first(self, value: T, form: Any) -> T:
-        """Rank 0's value, of the type `form`; other ranks' values are ignored. Raises InvariantError for another type."""
+        """Return rank 0's value, of type `form`; other ranks' values are ignored. Raises InvariantError for another type."""
         if self.world_size == 1:
             return value
         message = _encoded(value, form) if self.is_first else b""
@@ -80,7 +80,7 @@ class Gang:
             dist.barrier(group=self.messages)
 
     def sum(self, values: list[float]) -> list[float]:
-        """Add each value over all ranks, in float64."""
+        """Sum each value over all ranks, in float64."""
         if self.world_size == 1:
             return values
         tensor = torch.tensor(values, dtype=torch.float64)
@@ -98,7 +98,7 @@ def _encoded(value: object, form: Any) -> bytes:
 
 
 def _padded(message: bytes, size: int) -> torch.Tensor:
-    """Pad the message with spaces to uint8 [size]."""
+    """Return the message, padded with spaces, as a uint8 tensor of shape [size]."""
     return torch.frombuffer(bytearray(message.ljust(size, b" ")), dtype=torch.uint8)
 
 
@@ -117,7 +117,7 @@ def _decoded(rank: int, message: torch.Tensor, form: Any) -> Any:
 
 
 def collective_timeout(step_timeout_seconds: float) -> timedelta:
-    """Timeout of collectives. The watchdog ends all ranks earlier, because it knows more.
+    """Return the timeout of collectives. It leaves the watchdog, which knows more, enough time to end all ranks first.
 
     A dead rank is still noticed at once, because its connections close.
     """
@@ -134,7 +134,7 @@ def joined(
 ) -> Iterator[Gang]:
     """Join the process group, and leave it after success. The group uses NCCL if there is a GPU, otherwise gloo on the CPU.
 
-    After a failure, this does not leave the group: that could wait for dead ranks, and the process ends anyway.
+    After a failure, the process stays in the group: leaving could wait for dead ranks, and the process ends anyway.
     """
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -156,5 +156,5 @@ def joined(
 
 
 def launched_rank() -> tuple[int, int, int]:
-    """Rank, world size and local rank, from torchrun's environment variables."""
+    """Return rank, world size and local rank, from torchrun's environment variables."""
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])

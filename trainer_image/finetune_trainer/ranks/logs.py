@@ -1,4 +1,4 @@
-"""Reads the output of ranks from a pipe per local rank, keeps it in size-capped files on the workspace, and prints it with the
+"""Reads each local rank's output from a pipe, keeps it in size-capped files on the workspace, and prints it, each line after the
 rank's name.
 """
 
@@ -44,7 +44,7 @@ def rank_log_name(rank: int) -> str:
 
 
 class RankLogs:
-    """Named pipes for the local ranks' output. Ranks open them for writing, which waits until a thread here reads."""
+    """Named pipes for the local ranks' output. A rank that opens its pipe blocks until a thread here opens it for reading."""
 
     def __init__(self, directory: Path, ranks: range) -> None:
         """ranks: the global rank of each local rank."""
@@ -57,12 +57,12 @@ class RankLogs:
 
     @property
     def pipes(self) -> Path:
-        """Directory that holds a pipe for each local rank, named by its number."""
+        """Directory that holds a pipe for each local rank, named after the local rank."""
         return Path(self._temporary.name)
 
     def __enter__(self) -> RankLogs:
         for local_rank, rank in enumerate(self._ranks):
-            # Also opened for writing, so that the pipe stays open when a rank closes it.
+            # Also open it for writing, so that the pipe stays open when the rank closes its end.
             descriptor = os.open(self.pipes / str(local_rank), os.O_RDWR | os.O_NONBLOCK)
             thread = threading.Thread(target=self._copy, args=(descriptor, rank), daemon=True)
             thread.start()
@@ -91,7 +91,7 @@ class RankLogs:
                     log = log or CappedFile(self._logs / rank_log_name(rank))
                     log.write(content)
                 except OSError:
-                    # Keep reading if the claim is full: the ranks would block on a pipe without a reader.
+                    # If the claim is full, keep reading: ranks would block on a pipe that is not read.
                     pass
                 *lines, rest = (rest + content).split(b"\n")
                 show(f"rank {rank}", lines)
@@ -103,7 +103,7 @@ class RankLogs:
 
 
 def show(source: str, lines: list[bytes]) -> None:
-    """Print lines, each after its source. Lines stay whole even if other threads print."""
+    """Print lines, each prefixed with `source`. Lines stay whole even if other threads print."""
     text = "".join(f"[{source}] {line.decode(errors='replace')}\n" for line in lines)
     sys.stdout.write(text)
     sys.stdout.flush()

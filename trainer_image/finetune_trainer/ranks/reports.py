@@ -1,7 +1,7 @@
-"""Reports of ranks on the workspace, and the choice of the report that names the cause.
+"""Reports of ranks on the workspace, and the choice of the report that names the root cause.
 
-A failed collective is usually the echo of another rank's failure. So a rank that saw one waits before it exits, which lets the
-cause exit first, and dates its report to the end of that wait: the earliest report of a gang is the cause, on every node.
+A failed collective is usually the echo of another rank's failure. So a rank whose collective failed waits before it exits, so
+that the culprit exits first, and dates its report to the end of that wait. The gang's earliest report then names the cause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_job.failures import FailureClass, Outcome, TerminationReport, pars
 from finetune_trainer.files import read_own, write_durably
 
 ECHO_SECONDS = 15.0
-"""Time that a rank which saw a collective fail waits for the cause to show. Agents notice a dead rank within a second."""
+"""Time that a rank waits, after its collective failed, for the cause to show. Agents notice a dead rank within a second."""
 _NCCL = "ProcessGroupNCCL"
 _FAILED_RANK = re.compile(r"^\s*rank\s*:\s*(\d+)\s*\(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+)", re.MULTILINE)
 
@@ -27,7 +27,7 @@ def rank_report_name(rank: int) -> str:
 
 
 def rank_process_name(rank: int) -> str:
-    """Name of a rank's process; the supervisor recognises a rank by it."""
+    """Name of a rank's process, by which the supervisor recognises the rank."""
     return f"rank-{rank:05d}"
 
 
@@ -38,7 +38,7 @@ def write_rank_report(directory: Path, report: TerminationReport) -> None:
 
 
 def read_rank_reports(directory: Path) -> list[TerminationReport]:
-    """All reports of this attempt's ranks, on any node."""
+    """Return the reports of this attempt's ranks on all nodes."""
     if not directory.is_dir():
         return []
     read = (_read_report(path) for path in sorted(directory.glob("rank-*.json")))
@@ -53,26 +53,26 @@ def _read_report(path: Path) -> TerminationReport | None:
 
 
 def remove_rank_reports(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove reports of these ranks that an earlier run of the same attempt left."""
+    """Remove these ranks' reports that an earlier run of the same attempt left behind."""
     for rank in ranks:
         (directory / rank_report_name(rank)).unlink(missing_ok=True)
 
 
 def date_echo(report: TerminationReport) -> TerminationReport:
-    """Date the report of an echo to the end of its wait. Other reports are returned unchanged."""
+    """Date the report of a failed collective to the end of the rank's wait; return other reports unchanged."""
     if report.failure is not FailureClass.COLLECTIVE:
         return report
     return report.model_copy(update={"time": report.time + ECHO_SECONDS})
 
 
 def root_cause(reports: Iterable[TerminationReport]) -> TerminationReport | None:
-    """The earliest failure, of the lowest rank if times are equal; None if no rank failed."""
+    """Return the earliest failure, or that of the lowest rank if times are equal; None if no rank failed."""
     failed = [report for report in reports if report.outcome is not Outcome.SUCCEEDED]
     return min(failed, key=lambda report: (report.time, report.rank or 0), default=None)
 
 
 def failed_ranks(torchrun_output: str) -> dict[int, int]:
-    """Global rank -> exit code (negative: the signal), from the summary that torchrun prints when ranks fail."""
+    """Return global rank -> exit code (negative: signal number), from the summary that torchrun prints when ranks fail."""
     return {int(rank): int(code) for rank, code in _FAILED_RANK.findall(torchrun_output)}
 
 

@@ -1,7 +1,7 @@
-"""Restarts of a gang of one pod by its supervisor: when one is allowed, what is kept of the failed run, and their record.
+"""Restarts of a one-pod gang by its supervisor: when one is allowed, what is kept of the failed run, and how it is recorded.
 
-The supervisor started the ranks and saw all of them end, so no other process can write for the same attempt, and it need not ask
-the operator. The operator gets the record with the progress of the restarted ranks, or with the pod's report.
+The supervisor started the ranks and has seen all of them end, so no other process can write for the same attempt, and there is no
+need to ask the operator. The record reaches the operator with the restarted ranks' progress, or with the pod's report.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ _RESTARTS: TypeAdapter[list[RankRestart]] = TypeAdapter(list[RankRestart])
 
 
 def restart_after(report: TerminationReport, *, num_restarts: int, most: int, now: float) -> RankRestart | None:
-    """The restart within the pod that follows the report of a node; None if it is not allowed.
+    """Return the restart within the pod that follows this report of the node; None if no restart is allowed.
 
     Args:
         report: How the ranks ended.
         num_restarts: Number of earlier restarts in this attempt.
         most: Maximum number of restarts in this attempt.
-        now: Seconds since the epoch. The time in an echo's report is later than it was written.
+        now: Seconds since the epoch. The report does not give this time: an echo is dated later than it was written.
     """
     failure = report.failure
     if num_restarts >= most or report.outcome is not Outcome.FAILED or failure not in PROCESS_FAILURES:
         return None
     if failure is FailureClass.STALLED and report.step is None:
-        # The ranks never met. That is a fault of the pod and does not count against the job, so it is left to the operator.
+        # The ranks never joined. That is the pod's fault and does not count against the job, so the operator handles it.
         return None
     message = report.message or report.exception.strip().rpartition("\n")[2] or str(failure)
     return RankRestart(failure=failure, message=message, rank=report.rank, step=report.step, time=now)
 
 
 def remove_traces_of_ranks(context: RunContext, ranks: Iterable[int]) -> None:
-    """Remove reports and traces of these ranks that an earlier run of the same attempt left. Raises OSError."""
+    """Remove these ranks' reports and traces that an earlier run of the same attempt left behind. Raises OSError."""
     numbers = tuple(ranks)
     remove_rank_reports(context.workspace.reports(Role.TRAIN.value, context.attempt), numbers)
     remove_traces(context.workspace.stacks(context.attempt), numbers)
 
 
 def set_traces_aside(context: RunContext, number: int) -> None:
-    """Rename reports and stacks of the ranks that failed before restart `number`, to keep them. Raises OSError."""
+    """Keep reports and stacks of the ranks that failed before restart `number`, by renaming their directories. Raises OSError."""
     for directory in (context.workspace.reports(Role.TRAIN.value, context.attempt), context.workspace.stacks(context.attempt)):
         if directory.is_dir():
             kept = directory.with_name(f"{directory.name}-before-restart-{number}")
@@ -63,7 +63,7 @@ def write_restarts(path: Path, restarts: Sequence[RankRestart]) -> None:
 
 
 def read_restarts(path: Path) -> list[RankRestart]:
-    """The restarts of an attempt; empty if no record can be read."""
+    """Return the restarts of an attempt; empty if no record can be read."""
     try:
         return _RESTARTS.validate_json(read_own(path))[:MOST_RESTARTS_IN_POD]
     except (OSError, ValidationError):

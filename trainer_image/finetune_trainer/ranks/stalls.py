@@ -1,6 +1,6 @@
-"""Finds the rank that keeps the others waiting, from plain records of ranks. Imports no torch.
+"""Finds the rank that keeps the others waiting, using only records that ranks write. Does not import torch.
 
-Collectives couple the ranks, so when one rank stops, all stop, at the same step. What differs is the number of collectives that
+Collectives couple the ranks, so when one rank stops, all stop at the same step. What differs is the number of collectives that
 each has entered: a waiting rank has entered the collective that the culprit has not reached.
 """
 
@@ -18,20 +18,20 @@ from finetune_job.names import Role
 from finetune_trainer.files import read_own
 
 LONG_FACTOR = 4
-"""Number of step timeouts that a rank may take for its first step, and for an activity that it announces as long."""
+"""A rank may take this many step timeouts for its first step, and for an activity that it announces as long."""
 LONG_SECONDS_LEAST = 300.0
-"""Lower bound of the time for long activities, since a model loads no faster with a short step timeout."""
+"""Minimum time allowed for a long activity, because a short step timeout does not make a model load faster."""
 START_SECONDS = 600.0
-"""Maximum time for a rank's start, and for joining the others. Imports take less even on a machine that is overloaded a
+"""Maximum time for a rank's start, and for joining the others. Imports take less time, even on a machine that is overloaded a
 hundredfold.
 """
 STALLED_FILE = "stalled.json"
-"""File of the verdict in the directory of stacks, written once, by the first rank that reaches one."""
+"""Name of the verdict's file in the directory of stacks. It is written once, by the first rank that reaches a verdict."""
 JOIN = "join"
-"""Activity of a rank that joins the others. Its time starts when all ranks run."""
+"""Activity of a rank that joins the others. Its timeout starts once all ranks are running."""
 TURNS_IN_SILENCE = 5
 _SILENCE_SECONDS = (5.0, 180.0)
-"""Bounds of `silence`. The upper one is above a minute, because NFS clients may see a new file that late."""
+"""Bounds of `silence`. The upper bound exceeds a minute, because an NFS client may see a new file that late."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class StallTimeouts:
     step: float
     long: float
     start: float
-    """Time that a rank may take to start its watchdog, and then to join the others after all watchdogs run."""
+    """Time that a rank may take to start its watchdog, and again to join the others once all watchdogs are running."""
     silence: float
-    """Time after which a watchdog that writes no record is silent: its process is stopped, dead or starved."""
+    """Time after which a watchdog that writes no record counts as silent: its process is stopped, dead or starved."""
 
     def allowance(self, *, is_long: bool) -> float:
-        """Time that a rank may go without a beat. is_long: whether the latest beat announced a long activity."""
+        """Return how long a rank may go without a beat. is_long: whether the latest beat announced a long activity."""
         return self.long if is_long else self.step
 
     @property
@@ -56,12 +56,12 @@ class StallTimeouts:
 
     @property
     def collection(self) -> float:
-        """Time to wait after a verdict for the stacks of all ranks: each takes up to a turn to see the verdict, then writes."""
+        """Time to wait after a verdict for all ranks' stacks: a rank sees the verdict within a turn, then writes them."""
         return self.silence + 5.0
 
     @property
     def verdict(self) -> float:
-        """The longest time from a rank's stop to the end of all ranks."""
+        """The longest time between the moment a rank stops making progress and the end of all ranks."""
         return self.long + 2 * self.silence + self.collection
 
 
@@ -86,17 +86,17 @@ class HeartbeatRecord(BaseModel):
     pid: int
     """Process id of the rank on its node."""
     turn: int
-    """Number of the record. If the number stays the same, the watchdog no longer runs."""
+    """Number of the record. If the number stays the same, the watchdog is no longer running."""
     what: str
     step: int
     idle_seconds: float
     """Time since the latest beat."""
     is_overdue: bool
-    """Whether the rank exceeds the allowance for its activity."""
+    """Whether the rank has exceeded the time allowed for its activity."""
     collectives: int
     """Number of collectives that the rank has entered so far."""
     is_in_collective: bool
-    """Whether the main thread's innermost frames show a collective. With NCCL a rank waits elsewhere; this only decides ties."""
+    """Whether the main thread's innermost frames show a collective. With NCCL a rank waits elsewhere; this only breaks ties."""
     at: str
     """Location of the main thread: its innermost frame outside of libraries."""
 
@@ -109,9 +109,9 @@ class Stall(BaseModel):
     """The rank that keeps the others waiting."""
     node_rank: int | None
     step: int | None
-    """Optimizer step of the stall; None: the ranks had not met yet."""
+    """Optimizer step at which the gang stalled; None: the ranks had not joined yet."""
     declared_by: int | None
-    """Rank whose watchdog declared the stall; None: the supervisor of the culprit's node did."""
+    """Rank whose watchdog declared the stall; None: the supervisor of the culprit's node declared it."""
     silent: list[int]
     """Ranks whose watchdogs no longer write, so no stacks are expected from them."""
     message: str
@@ -119,7 +119,7 @@ class Stall(BaseModel):
     """Seconds since the epoch."""
 
     def report(self, attempt: int, stacks: str) -> TerminationReport:
-        """The report in the name of the rank that stopped. stacks: those of its threads; empty if it could not write them."""
+        """Make the report for the rank that stopped. stacks: the stacks of its threads; empty if it could not write them."""
         return TerminationReport(
             role=Role.TRAIN.value,
             attempt=attempt,
@@ -136,7 +136,7 @@ class Stall(BaseModel):
         )
 
     def echo(self, rank: int, node_rank: int, attempt: int) -> TerminationReport:
-        """The report of a rank that waited for the one that stopped."""
+        """Make the report of a rank that waited for the rank that stopped."""
         return TerminationReport(
             role=Role.TRAIN.value,
             attempt=attempt,
@@ -151,7 +151,7 @@ class Stall(BaseModel):
 
 
 def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -> Stall:
-    """The verdict on ranks of a node that gave no sign of life within `seconds` of their start."""
+    """Return the verdict on a node's ranks that gave no sign of life within `seconds` of their start."""
     others = f", nor have ranks {', '.join(map(str, silent[1:]))}" if silent[1:] else ""
     return Stall(
         rank=silent[0],
@@ -165,7 +165,7 @@ def never_spoke(silent: list[int], node_rank: int, seconds: float, now: float) -
 
 
 def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], declared_by: int, now: float) -> Stall | None:
-    """Find the rank that stopped; None if the rank that the others wait for may still take its time.
+    """Find the rank that stopped; None if the rank that the others wait for still has time left.
 
     records: the latest record of each rank that has written one. silent: ranks whose records no longer change, or that never
     wrote a record. declared_by: the rank that calls this, which is overdue itself. now: seconds since the epoch.
@@ -183,7 +183,7 @@ def find_stall(records: Mapping[int, HeartbeatRecord], silent: Iterable[int], de
         return Stall(
             rank=first,
             node_rank=last_record.node_rank if last_record else None,
-            # All ranks are at the same step, and the silent rank's own record may be a turn old.
+            # All ranks are at the same step, but the silent rank's own record may be a turn old, so take the latest step.
             step=max((record.step for record in records.values()), default=None),
             declared_by=declared_by,
             silent=silent_ranks,
@@ -225,12 +225,12 @@ def stacks_name(rank: int) -> str:
 
 
 def flight_recorder_name(rank: int) -> str:
-    """File name for the collective library's records of a rank."""
+    """File name of the collective library's records for a rank."""
     return f"collectives-{rank:05d}.json"
 
 
 def remove_traces(directory: Path, ranks: Iterable[int]) -> None:
-    """Remove traces of these ranks that an earlier run of the same attempt left, and its verdict."""
+    """Remove the verdict and these ranks' traces that an earlier run of the same attempt left behind."""
     for rank in ranks:
         for name in (heartbeat_file_name(rank), stacks_name(rank), flight_recorder_name(rank)):
             (directory / name).unlink(missing_ok=True)
@@ -261,7 +261,7 @@ class SilenceDetector:
         self._heard: dict[int, _LastTurn] = {}
 
     def silent(self, records: Mapping[int, HeartbeatRecord]) -> list[int] | None:
-        """Ranks that have written nothing for `silence` seconds; None if it is too early to judge every rank."""
+        """Return the ranks that have written nothing for `silence` seconds; None if it is too early to judge every rank."""
         now = self._clock()
         for rank in range(self._world_size):
             turn = records[rank].turn if rank in records else None
@@ -281,4 +281,4 @@ class _LastTurn:
     turn: int | None
     since: float
     is_alive: bool
-    """Whether the watchdog has written since this detector began."""
+    """Whether the watchdog has written a record since this detector started."""

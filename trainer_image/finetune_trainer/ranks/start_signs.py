@@ -1,4 +1,4 @@
-"""Signs that a rank leaves for its node's supervisor before it imports libraries or joins: its process id, a file for stacks.
+"""Signs that a rank leaves for its node's supervisor before it imports libraries or joins: its process id and a stacks file.
 
 Both are in the directory of the rank's output pipe, which is on the node, so they do not depend on the workspace.
 """
@@ -16,7 +16,7 @@ _STACKS_BYTES = 1 << 16
 
 
 def leave_start_signs(directory: Path, local_rank: int) -> None:
-    """Record that this rank has started. From now on SIGUSR1 writes the stacks of all its threads, even if no thread can run
+    """Record that this rank has started. From then on, SIGUSR1 writes the stacks of all its threads, even if no thread can run
     Python.
 
     Raises OSError.
@@ -27,7 +27,7 @@ def leave_start_signs(directory: Path, local_rank: int) -> None:
 
 
 def read_started(directory: Path, ranks: range) -> dict[int, int]:
-    """Process ids of a node's ranks that have started. ranks: their global numbers."""
+    """Return global rank -> process id, for those of a node's ranks that have started. ranks: the node's global ranks."""
     return dict(_read(directory, ranks))
 
 
@@ -38,7 +38,7 @@ def _read(directory: Path, ranks: range) -> Iterable[tuple[int, int]]:
 
 
 def start_stacks(directory: Path, local_rank: int) -> str:
-    """The stacks that this rank wrote; empty if it wrote none."""
+    """Return the stacks that this rank wrote; empty if it wrote none."""
     try:
         return _stacks(directory, local_rank).read_bytes()[-_STACKS_BYTES:].decode(errors="replace")
     except OSError:
@@ -46,7 +46,7 @@ def start_stacks(directory: Path, local_rank: int) -> str:
 
 
 def remove_start_signs(directory: Path, num_ranks: int) -> None:
-    """Remove signs of ranks that have ended, before their successors start."""
+    """Remove the signs of ranks that have ended, before new ranks start in their place."""
     for local_rank in range(num_ranks):
         for path in (_started(directory, local_rank), _stacks(directory, local_rank)):
             path.unlink(missing_ok=True)

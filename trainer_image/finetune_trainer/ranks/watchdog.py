@@ -1,8 +1,8 @@
-"""A thread in each rank notices when training makes no progress; then all ranks write their stacks and exit.
+"""A thread in each rank notices when training stops making progress; all ranks then write their stacks and exit.
 
 The training loop reports what it has finished or begun through a `Heartbeat`. Collectives hang when a rank stops, so watchdogs
-communicate through small files: each keeps a record of its rank, the first that reaches a verdict writes it, and all others read
-it at their next turn. One overdue rank is not enough for a verdict, since it may wait for a rank that does something long, such
+communicate through small files: each keeps a record of its rank, the first to reach a verdict writes it down, and the others read
+it at their next turn. One overdue rank is not enough for a verdict, since it may be waiting for a rank with a long activity, such
 as the export (see stalls.py).
 """
 
@@ -45,14 +45,14 @@ from finetune_trainer.ranks.stalls import (
 
 log = logging.getLogger(__name__)
 FLIGHT_RECORDER_SECONDS = 10.0
-"""Time that the collective library may take to write its records. It may be the library that hangs."""
+"""Time that the collective library may take to write its records. The library itself may be what hangs."""
 _STACKS_BYTES = 1 << 16
 _LIBRARIES = ("site-packages", f"python{sys.version_info.major}.{sys.version_info.minor}{os.sep}")
 _COLLECTIVES = f"{os.sep}torch{os.sep}distributed{os.sep}"
 _INNERMOST = 6
 """Number of innermost frames that are searched for a collective."""
 STEP = "step"
-"""Activity for a finished optimizer step. Everything before the first one counts as long, such as loading and compiling."""
+"""Activity for a finished optimizer step. Everything before the first step, such as loading and compiling, counts as long."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Beat:
 
 
 class Heartbeat:
-    """The latest beat, written by a rank's main thread and read by its watchdog. Replacing one reference needs no lock."""
+    """The latest beat, written by a rank's main thread and read by its watchdog. No lock: a write replaces one reference."""
 
     def __init__(self) -> None:
         self.latest = Beat("start", 0, time.monotonic(), is_long=True)
@@ -114,15 +114,15 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             with suppress(OSError):
                 (self._directory / heartbeat_file_name(self._rank)).unlink(missing_ok=True)
-                # This fails, and the directory stays, if it holds files of other ranks, or traces.
+                # If the directory still holds other ranks' files, or traces, this fails and the directory stays.
                 self._directory.rmdir()
 
     def _watch(self) -> None:
         with suppress(OSError):
             self._directory.mkdir(parents=True, exist_ok=True)
         while not self._ended.is_set():
-            # This writes stacks to the rank's log even if a stuck extension never releases the interpreter's lock. Then this
-            # thread no longer runs, and the other ranks find this rank silent.
+            # This writes stacks to the rank's log even if a stuck extension never releases the GIL. In that case, this thread
+            # no longer runs, and the other ranks find this rank silent.
             faulthandler.dump_traceback_later(self._timeouts.silence, file=sys.__stderr__ or sys.stderr)
             try:
                 self._look()
@@ -198,7 +198,7 @@ class Watchdog:
         return self._declare(verdict) if verdict is not None else None
 
     def _declare(self, stall: Stall) -> Stall:
-        """Write this verdict for all ranks, unless another rank has written one first. Returns the one that counts."""
+        """Write this verdict for all ranks, unless another rank has written one first. Returns the verdict that counts."""
         path = self._directory / STALLED_FILE
         temporary = temporary_beside(path)
         try:
@@ -237,7 +237,7 @@ class Watchdog:
             os._exit(EXIT_CODES[failure])
 
     def _await(self, paths: list[Path], deadline: float) -> None:
-        # Files that other nodes write cause no events here, so this looks again and again.
+        # Files that other nodes write cause no file system events here, so this polls.
         while time.monotonic() < deadline and not all(path.exists() for path in paths):
             time.sleep(0.1)
 
@@ -271,7 +271,7 @@ def main_stack(thread: int | None) -> list[traceback.FrameSummary]:
 
 
 def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
-    """`file:line in function` of the innermost frame outside of libraries; if all are in libraries, of the innermost frame."""
+    """Return `file:line in function` of the innermost frame outside libraries, or of the innermost of all if there is none."""
     own = [frame for frame in stack if not any(part in frame.filename for part in (*_LIBRARIES, "<"))]
     if not stack:
         return "an unknown place"
@@ -280,7 +280,7 @@ def place_in_own_code(stack: list[traceback.FrameSummary]) -> str:
 
 
 def entered_collectives() -> int:
-    """Number of collectives that this process has entered, in all process groups together; 0 before it has joined one."""
+    """Return how many collectives this process has entered, over all process groups; 0 before it has joined a group."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if distributed is None or not distributed.is_initialized():
         return 0
@@ -292,18 +292,18 @@ def entered_collectives() -> int:
 
 
 def record_collectives(directory: Path) -> None:
-    """Have NCCL write its records next to the stacks if it detects a timeout itself. Call this before joining the group."""
+    """Make NCCL write its records next to the stacks if NCCL itself detects a timeout. Call this before joining the group."""
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(directory / "nccl-timeout-rank-"))
     os.environ.setdefault("TORCH_FR_DUMP_ON_TIMEOUT", "1")
 
 
 def flight_recorder() -> bytes:
-    """NCCL's records of the latest collectives, or gloo's if NCCL is not used, as JSON; empty if there are none."""
+    """Return NCCL's records of the latest collectives, or gloo's if NCCL is not used, as JSON; empty if there are none."""
     library: Any = sys.modules.get("torch._C._distributed_c10d")
     distributed: Any = sys.modules.get("torch.distributed")
     if library is None or distributed is None or not distributed.is_initialized():
         return b""
-    # The JSON form can be read safely; the other form is a pickle.
+    # JSON can be read safely; the other format is a pickle.
     name = "_dump_nccl_trace_json" if "nccl" in str(distributed.get_backend_config()) else "_dump_fr_trace_json"
     dump: Callable[[], bytes] | None = getattr(library, name, None)
     return dump() if dump else b""

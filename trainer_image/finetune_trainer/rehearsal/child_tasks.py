@@ -1,4 +1,4 @@
-"""Tasks of the children of a rehearsal. The checks raise if a result differs from what libraries or one process compute.
+"""Tasks that a rehearsal runs in child processes. Checks raise if a result differs from what a library or one process computes.
 
 This module imports torch; run.py forks these tasks from a process that has already imported everything.
 """
@@ -71,7 +71,7 @@ def run_rank(context: RunContext, rank: int, world_size: int, store: str) -> Non
 
 
 def copy_up_to(step: int, whole: WorkspaceLayout, cut: WorkspaceLayout) -> None:
-    """Copy the files of `whole` to `cut` as if the run had been killed after this step's checkpoint. `cut` has prepared data."""
+    """Copy the files of `whole` to `cut` as if the run had been killed after this step's checkpoint. `cut` already has data."""
     later = {path.name for path in whole.checkpoints.iterdir()} - {checkpoint_name(step)}
     left_out = shutil.ignore_patterns(*later, whole.adapter.name, whole.prepared.name)
     shutil.copytree(whole.root, cut.root, symlinks=True, dirs_exist_ok=True, ignore=left_out)
@@ -118,7 +118,7 @@ def check_saved(context: RunContext) -> None:
     loaded = PeftModel.from_pretrained(base, context.workspace.adapter)
     state = get_peft_model_state_dict(loaded, save_embedding_layers=False)
     for name, tensor in saved.items():
-        # PEFT holds whole modules in the base's type, whatever the type in training was.
+        # PEFT holds whole modules in the base's element type, whatever their type in training was.
         if name not in state or not torch.equal(state[name], tensor.to(state[name].dtype)):
             raise RehearsalError(f"PEFT does not load {name} from the adapter file")
 

@@ -1,4 +1,4 @@
-"""Compare two histories and their gradients, which must show the same run except for rounding."""
+"""Compares the histories and gradients of two runs, which may differ only by rounding."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from finetune_trainer.model.dtypes import resolve_dtypes, torch_dtype
 Gradients = Mapping[str, torch.Tensor]
 COMPARED = ("loss", "gradient_norm")
 NOISE_FACTOR = 8.0
-"""Maximum distance between 16-bit gradients, as a multiple of the rounding error in one process. Adding in another order gives
-different errors of the same kind, which can be several times as large.
+"""Maximum distance between 16-bit gradients, as a multiple of the rounding error in one process. Summing in another order
+gives different errors of the same kind, which can be several times as large.
 """
 
 
@@ -25,7 +25,7 @@ class Tolerance:
     """The largest relative differences that rounding explains."""
 
     loss: float
-    """The bound for the loss of the first step, which both compute from the same weights and batches."""
+    """The bound for the loss of the first step, which both runs compute from the same weights and batches."""
     gradient: float
     """The bound for the first gradient: for its norm, and for each of its tensors (L2)."""
     later: float
@@ -39,7 +39,7 @@ class Tolerance:
 _FLOAT32 = Tolerance(loss=1e-4, gradient=5e-3, later=0.05, negligible=1e-4, steps=2)
 """The measured maximum is 2.1e-5 of a gradient in the first two steps, over 78 scaled-down models of 34 architectures."""
 _SIXTEEN_BITS = Tolerance(loss=1e-2, gradient=0.08, later=0.25, negligible=0.05, steps=1)
-"""The measured maximum is 0.017, where one process's gradient itself is 0.013 away from float32."""
+"""The measured maximum is 0.017, in a case where the gradient of one process alone is 0.013 away from float32."""
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:

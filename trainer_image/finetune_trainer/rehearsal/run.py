@@ -43,7 +43,7 @@ def rehearse(
     merge: child_tasks.MergeRole,
     on_stage: StageListener = lambda _: None,
 ) -> RehearsalReport:
-    """Try `plan` on a scaled-down copy of the model in `directory`. Faults of the job never raise.
+    """Try `plan` on a scaled-down copy of the model in `directory`. Faults of the job are reported, not raised.
 
     `root`: empty directory for all files. `merge`: the merge role. `on_stage`: called with the result of each stage.
     """
@@ -88,8 +88,8 @@ class _Rehearsal:
             plan, draws_random_numbers = self._build()
         undisturbed = self.paths.run("undisturbed", plan)
         if plan.parallelism.leaves_resharding_open:
-            # Preflight has not yet chosen whether ranks free gathered parameters, so both ways are tried: only the resumed run
-            # frees them. As in a job for which preflight has chosen, the digest remains that of the original plan.
+            # Preflight has not yet chosen whether ranks free parameters after the forward pass, so both ways are tried: only the
+            # resumed run does so. As in a job for which preflight has chosen, the digest remains that of the original plan.
             undisturbed = replace(undisturbed, plan=plan.with_fsdp(reshard_after_forward=False))
             self.changes.append("parallelism.fsdp.reshardAfterForward: false undisturbed, true when resumed; the same bytes")
         with self._during(Stage.TRAIN):
@@ -146,7 +146,7 @@ class _Rehearsal:
             _raise_for(stage, ended[stage.value])
 
     def _compared(self, plan: RunPlan, undisturbed: RunContext, *, draws_random_numbers: bool) -> Callable[[], Any]:
-        """Do the runs on ranks that the comparison needs; return the comparison with one process, which is still to be run."""
+        """Do the comparison's runs on ranks, and return a task that does its runs in one process and compares both."""
         sharded = undisturbed
         if draws_random_numbers:
             plan = plan.model_copy(update={"method": method_without_dropout(plan.method)})
@@ -194,7 +194,7 @@ class _Rehearsal:
             _raise_for(self.stage, result)
 
     def _see_whether_ranks_can_meet(self, world_size: int) -> None:
-        """Raise Inconclusive if processes on this machine cannot meet: a gang's failure then says nothing about the job."""
+        """Raise Inconclusive if processes on this machine cannot reach each other: failures then say nothing about the job."""
         if world_size == 1:
             return
         store = f"file://{self.paths.root / 'meeting.store'}"
@@ -236,7 +236,7 @@ def _raise_for(stage: Stage, ended: ChildResult) -> None:
 
 
 def _message_with_type(cause: TerminationReport) -> str:
-    """Return the message, with the exception's type if it is not one of ours."""
+    """Return the message, with the exception's type before it unless the trainer defines that type."""
     last = cause.exception.strip().splitlines()[-1:] or [""]
     kind = last[0].partition(":")[0]
     is_ours = kind.startswith("finetune_trainer.")

@@ -113,7 +113,7 @@ def _write(model: PreTrainedModel, directory: Path, target: Path, dtype: torch.d
 
 
 def _name_whole(config: PreTrainedConfig, described: dict[str, Any], model: PreTrainedModel, target: Path) -> None:
-    """Save a text part with the whole model's configuration if transformers finds its class only by that (mllama)."""
+    """Save the whole model's configuration with a text part whose class transformers finds only by that (mllama)."""
     if type(model.config) in AutoModelForCausalLM._model_mapping:  # noqa: SLF001 - there is no public name
         return
     made = type(config).from_dict(described)
@@ -134,7 +134,7 @@ def _write_quiet(config: PreTrainedConfig, quiet: dict[str, Any], paths: Rehears
 
 
 def _accepted(scaled: RunPlan, model: Path, changes: list[ConfigChange]) -> RunPlan:
-    """Return the plan as preflight accepts it, without names of layers that `model` lacks. Raises NoSmallModelError."""
+    """Return a plan that preflight accepts, without the names of layers that `model` lacks. Raises NoSmallModelError."""
     findings = inspect_structure(scaled, model).findings
     unmatched = [finding.value for finding in findings if finding.rule in _UNMATCHED]
     if unmatched:

@@ -29,10 +29,10 @@ LARGEST_RANK = 32
 """Largest rank of an adapter: no adapted layer of a scaled-down model has fewer channels."""
 _MICRO_BATCH, _ACCUMULATION, _PROMPTS, _KEPT_CHECKPOINTS = 2, 2, 4, 10
 _LEAST_AGREEMENT = 0.8
-"""The share of positions at which merged and unmerged model must find the same token most likely.
+"""Minimum share of positions at which the merged and the unmerged model must find the same token most likely.
 
-There are about 48 positions. If rounding alone changes 3 % of the tokens, as verification accepts of a trained model, 10 of 48
-differ in less than one of 100,000 rehearsals. A wrong merge is wrong at nearly all of them.
+There are about 48 positions. If rounding alone changes 3 % of the tokens, which verification accepts for a trained model, 10 of
+48 differ in less than one of 100,000 rehearsals. A wrong merge is wrong at nearly all positions.
 """
 _STEP_TIMEOUT_SECONDS = 60
 _LAYER_NUMBER = re.compile(r"(?<![\w\[{(-])(\d+)(?=\\?\.|$)")
@@ -46,7 +46,7 @@ LARGEST_SETTINGS = {
     "numVectors": 64,
     "thetaDLength": 512,
 }
-"""Largest values of those settings of methods that a layer's width limits."""
+"""Maximum values of the method settings that a layer's width limits."""
 
 
 def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, list[ConfigChange]]:
@@ -62,7 +62,7 @@ def scaled_plan(plan: RunPlan, shrunken: SmallConfig | None) -> tuple[RunPlan, l
     fsdp = plan.parallelism.fsdp.model_copy(update={"offload_params": False})
     _note(changes, "parallelism.fsdp.offloadParams", plan.parallelism.fsdp.offload_params, after=False)
     if shrunken is not None and fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
-        # No size chooses the same modules in both models, so layers are the units.
+        # No minimum size selects the same modules in both models, so each layer becomes a unit.
         by_layer = {"auto_wrap_policy": AutoWrapPolicy.TRANSFORMER_BASED_WRAP, "transformer_layer_cls_to_wrap": None}
         fsdp = fsdp.model_copy(update=by_layer | {"min_num_params": None})
         _note(
@@ -182,7 +182,7 @@ def _small_lora(lora: LoraPlan, shrunken: SmallConfig, changes: list[ConfigChang
 
 
 def kept_tokens(rows: Iterable[int], tokens: Tokens) -> tuple[int, ...]:
-    """Return the tokens of the scaled-down model that replace these rows."""
+    """Return the token ids of the scaled-down model that replace these ids."""
     return tuple(sorted({tokens.kept_token_of(row) for row in rows}))
 
 

@@ -1,7 +1,7 @@
 """Verdicts of rehearsals: a result becomes a finding, and passed verdicts are kept for later jobs with the same key.
 
-A kept verdict is a small file on the workspace's claim, next to the directories of its jobs. A user who can write there can forge
-one, but gains no more than with `spec.preflight.rehearsal: Skip`: a job that was not tried. Training still asserts its
+A kept verdict is a small file on the workspace's claim, next to the jobs' directories. A user who can write there can forge
+a verdict, but gains no more than with `spec.preflight.rehearsal: Skip`: a job that was not tried. Training still asserts its
 invariants, and the merge is still verified. If a profile requires a rehearsal, kept verdicts are not used.
 """
 
@@ -41,10 +41,10 @@ _LONGEST_MESSAGE = 600
 KEPT = "rehearsals"
 """Directory of kept verdicts, at the root of the workspace's claim."""
 MOST_KEPT, KEPT_BYTES = 200, 1 << 18
-"""Maximum number of files, beyond which the oldest are removed, and maximum bytes of a file. A verdict takes some KB."""
+"""Maximum number of files, beyond which the oldest are removed, and maximum bytes of a file. A verdict takes a few KB."""
 _KEPT_NAME = re.compile(r"[0-9a-f]{64}\.json$")
 _UNSCALED_BYTES = 8 * UNSCALED_PARAMETERS
-"""Maximum bytes of weights of a model that is tried unchanged."""
+"""Maximum size of the weights of a model that is tried unchanged, in bytes."""
 _KEYED_BYTES = 1 << 28
 """Maximum bytes of a model's files that are read for a key. A tokenizer with 260,000 tokens takes 20 MB."""
 _PLACES: dict[str, Any] = {
@@ -58,7 +58,7 @@ _PLACES: dict[str, Any] = {
     "model": {"location": True, "revision": True},
     "data": {"train": True, "validation": True},
 }
-"""Fields that the key leaves out: they state only who runs a plan, where, and on which texts. A rehearsal sets its own."""
+"""Fields that the key leaves out: they state only who runs a plan, where, and on which texts. A rehearsal sets its own values."""
 log = logging.getLogger(__name__)
 
 
@@ -82,7 +82,7 @@ def failure_of_stage(stage: Stage, message: str, hint: str, failure: FailureClas
 
 
 def failed_finding(problem: StageFailure, plan: RunPlan, root: Path) -> Finding:
-    """Return the finding that refuses the job. It is about the field that the message names, if it names one."""
+    """Return the finding that refuses the job. Its field is the one that the message names, if any."""
     message = _shortened(str(problem), root)
     named = _FIELD.match(message)
     may_skip = plan.placement is None or not plan.placement.requires_rehearsal
@@ -115,9 +115,9 @@ def _shortened(message: str, root: Path) -> str:
 
 
 def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_bytes: int) -> str:
-    """Return the digest of everything on which a verdict depends; empty if not all is known. Then no verdict is kept or used.
+    """Return the digest of everything on which a verdict depends; empty if some of it is unknown, so none is kept or used.
 
-    It covers the settings, the model's architecture, the libraries and this code. model_digest: digest of configuration and
+    The key covers settings, the model's architecture, libraries and this code. model_digest: digest of configuration and
     headers. weight_bytes: size of the weights; the key covers them if the model is small enough to be tried unchanged.
     """
     if plan.model.allow_remote_code:
@@ -141,7 +141,7 @@ def rehearsal_key(plan: RunPlan, directory: Path, model_digest: str, weight_byte
 def _file_digests(directory: Path, weight_bytes: int) -> dict[str, str]:
     """Return digests of the files that a rehearsal may read: those next to the weights, and the weights if they are small.
 
-    Raises OSError, also if the files are too large to be read for this purpose.
+    Raises OSError, including if the files are too large to be read for this purpose.
     """
     is_small = weight_bytes <= _UNSCALED_BYTES
     paths = [path for path in sorted(directory.iterdir()) if path.is_file() and (is_small or path.suffix == ".json")]
@@ -196,7 +196,7 @@ def find_verdict(context: RunContext, key: str) -> RehearsalReport | None:
 
 
 def keep_verdict(context: RunContext, key: str, report: RehearsalReport) -> None:
-    """Keep a verdict under its key if the rehearsal passed. If it cannot be written, a warning is logged."""
+    """Keep a verdict under its key if the rehearsal passed. If the file cannot be written, a warning is logged."""
     if not key or report.verdict is not Verdict.PASSED:
         return
     path = _kept_path(context, key)

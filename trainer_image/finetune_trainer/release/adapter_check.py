@@ -1,6 +1,6 @@
-"""Checks of the adapter before it is published: is it what was trained, does PEFT find its base, and which engines serve it?
+"""Checks the adapter before it is published: is it what was trained, does PEFT find its base, and which engines can serve it?
 
-Only headers and settings are checked: digests prove the bytes, and the values were finite when they were written. The rules are
+Only headers and settings are checked: digests prove the bytes, and export has checked that the values are finite. The rules are
 those of vLLM 0.22 to 0.33 (vllm/lora/peft_helper.py, lora_model.py, model_manager.py, utils.py, vllm/config/lora.py),
 and of llama.cpp (convert_lora_to_gguf.py, src/llama-adapter.h).
 """
@@ -25,11 +25,11 @@ from finetune_trainer.weights.headers import ADAPTER_CONFIG_FILE, ADAPTER_FILE, 
 from finetune_trainer.weights.rounding import READ_DTYPES
 
 TENSORS_KEY = "tensors"
-"""Key in a trained adapter's manifest, with the element type and shape of each tensor, by name, as in training."""
+"""Key in a trained adapter's manifest under which the element type and shape of each tensor in training are kept, by name."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that --max-lora-rank accepts."""
 PEFT_PREFIX = "base_model."
-"""Prefix of the name of every tensor that a PeftModel stores; names of a module's tensors continue with `model.`."""
+"""Prefix of every tensor name that a PeftModel stores; in the names of a module's tensors, `model.` follows."""
 _FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.(lora_(?P<side>[AB])\.weight|lora_embedding_(?P<embedding>[AB]))")
 _SHOWN = 3
 _HINT = "delete it and train again: training resumes from the last checkpoint"
@@ -75,7 +75,7 @@ def check_adapter(directory: Path, plan: RunPlan, base_model: Path) -> ServingRe
 
 @dataclass(frozen=True)
 class ServingReport:
-    """Whether engines load the adapter and compute what was trained."""
+    """How engines serve the adapter: whether they load it and compute what was trained."""
 
     reasons: tuple[str, ...]
     """Reasons why vLLM does not serve the adapter; empty if it does."""
@@ -84,14 +84,14 @@ class ServingReport:
     notes: tuple[str, ...] = ()
     """Further conditions under which vLLM serves the adapter."""
     is_for_llama_cpp: bool = False
-    """Whether llama.cpp's script converts the adapter into a file that computes what was trained."""
+    """Whether llama.cpp's script converts the adapter into a file with which llama.cpp computes what was trained."""
 
     @property
     def is_served(self) -> bool:
         return not self.reasons
 
     def text(self) -> str:
-        """Return whether vLLM serves the adapter, in one line for reports."""
+        """Describe in one line, for reports, whether vLLM serves the adapter."""
         if self.is_served:
             return f"loads with --max-lora-rank {self.max_lora_rank}"
         return f"is not served: {'; '.join(self.reasons)}"
@@ -126,7 +126,7 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
     notes = ["vLLM's class of the base model must support adapters on every module that this adapter changes"]
     if any("lora_embedding_" in name for name in shapes):
         notes.append("vLLM supports an adapter on an embedding only if its class of the base model names the embedding modules")
-    # Up to 0.31, vLLM ignored the patterns: it scaled every module by the lora_alpha and r of the settings.
+    # Up to version 0.31, vLLM ignored the patterns: it scaled every module by the global lora_alpha and r.
     common = alpha / root(settings["r"])
     if others := [(module, scale) for module, scale in scales.items() if not math.isclose(scale, common)]:
         difference = f"rank_pattern or alpha_pattern make the scale {others[0][1]:g} for {others[0][0]} and {common:g} elsewhere"
@@ -135,7 +135,7 @@ def serving_report(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, 
 
 
 def _refusals(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """List the reasons why vLLM does not serve an adapter, except its rank."""
+    """List the reasons why vLLM does not serve an adapter, apart from its rank."""
     reasons = []
     if settings.get("use_dora"):
         reasons.append("it does not support DoRA")
@@ -144,8 +144,8 @@ def _refusals(settings: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
     if settings.get("bias", "none") != "none":
         reasons.append(f"it supports no biases, and bias is {settings['bias']}")
     if parameters := settings.get("target_parameters"):
-        # In models that it does not know, vLLM guesses the layout of joined weights of experts; llama.cpp's script finds no
-        # layer with that name.
+        # For models that vLLM does not know, it guesses the layout of fused expert weights; llama.cpp's script finds no layer
+        # with such a name.
         named = ", ".join(parameters)
         reasons.append(f"its support for adapters of parameters depends on the model, and target_parameters names {named}")
     unknown, sides = [], dict[str, set[str]]()

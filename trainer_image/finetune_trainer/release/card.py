@@ -1,4 +1,4 @@
-"""README.md, the model card, from the facts of the run: front matter for the Hub, then text for people.
+"""Writes README.md, the model card, from the facts of the run: front matter for the Hub, then text for people.
 
 Names that users choose are written as code spans and YAML scalars, so that no name is taken for markup. The template has the
 filters `code` for text and `cell` for tables.
@@ -36,7 +36,7 @@ def _template() -> Template:
     )
     environment.filters |= {
         "code": code,
-        # A pipe ends a cell even inside a code span. Only in tables is the backslash before it removed again.
+        # A pipe ends a cell even inside a code span, so escape it. Renderers remove the backslash only in tables.
         "cell": lambda text: code(text).replace("|", "\\|"),
         "block": lambda text, language: "\n".join(block(text, language)),
         "repr": repr,
@@ -58,7 +58,7 @@ def model_card(facts: RunFacts) -> str:
 
 
 def adapter_card(facts: RunFacts) -> str:
-    """Return a short card for the adapter's own directory: what the Hub and PEFT look for."""
+    """Return a short card for the adapter's own directory, with what the Hub and PEFT look for there."""
     return _card(facts, is_adapter=True, is_short=True)
 
 
@@ -81,7 +81,7 @@ def _card(facts: RunFacts, *, is_adapter: bool, is_short: bool) -> str:
         adapter=address(facts, ADAPTER),
         merged_repository=hub_repository(facts, MERGED),
         adapter_repository=hub_repository(facts, ADAPTER),
-        # Loaders fetch from the Hub themselves, so they need no copy.
+        # Loaders fetch from the Hub themselves, so no command for copying is needed.
         copied=copy_command(facts) if hub_repository(facts, MERGED) is None else None,
         served_merged=serve_merged(facts),
         served=serve_adapter(facts, " \\\n  "),
@@ -98,7 +98,7 @@ def _card(facts: RunFacts, *, is_adapter: bool, is_short: bool) -> str:
 def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
     """Return the front matter for the Hub.
 
-    It contains only names of the Hub, because the Hub refuses models, data sets and licences that it does not know.
+    It contains only names that exist on the Hub, because the Hub refuses unknown models, data sets and licences.
     """
     plan, licence = facts.plan, facts.licence
     fields: dict[str, Any] = {}
@@ -122,7 +122,7 @@ def front_matter(facts: RunFacts, *, is_adapter: bool) -> dict[str, Any]:
 
 
 def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
-    """List the settings of method, data and training, with the plan's names."""
+    """List the settings of method, data and training, by their names in the plan."""
     chosen: dict[str, Any] = {"method": plan.method.type.value}
     if plan.method.lora is not None:
         chosen |= _without_unset(plan.method.lora.model_dump(mode="json"))
@@ -139,7 +139,7 @@ def chosen_settings(plan: RunPlan) -> list[tuple[str, str]]:
 
 
 def _without_unset(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that were neither left unset nor switched off; zeros are kept."""
+    """Leave out the settings that are unset, empty or switched off; keep zeros."""
     return {name: value for name, value in values.items() if value is not None and value is not False and value not in ({}, [])}
 
 

@@ -1,6 +1,6 @@
-"""Writes SHA256SUMS, the digests of all files of a release by their names at the destination, and reads the listed release.
+"""Writes SHA256SUMS, which lists the files of a release by their names at the destination, and reads the listed release.
 
-The digests of weights come from the manifests that were written with them, so that no weight is read a second time. Before a file
+The digests of weights come from the manifests that were written with them, so that no weights are read twice. Before a file
 is sent, it is compared with its digest. Whoever can write to the claim can also write this list, and the pod that reads it has
 credentials, so the list may only name files below the results, and no link is followed.
 """
@@ -71,7 +71,7 @@ def hashed_weights(output: OutputLayout, layout: ReleaseLayout, pattern: str = f
 
 
 def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
-    """Return the digest of a result. Raises CheckpointError for a link or a special file, which no merge writes."""
+    """Return the digest of a file of the results. Raises CheckpointError for a link or a special file, which no merge writes."""
     try:
         with open_beneath(output.root, name):
             return known or sha256_beneath(output.root, name)
@@ -80,7 +80,7 @@ def _sha256(output: OutputLayout, name: str, known: str | None = None) -> str:
 
 
 def _known_digests(manifest: Path) -> dict[str, str]:
-    """Return the digests of weights, which are too large to hash again; all other files are hashed again."""
+    """Return the manifest's digests of weight files, which are too large to hash again; all other files are hashed again."""
     try:
         listed = json.loads(read_own(manifest))["files"]
         # The trainer writes a mapping by file name, the merge a list.
@@ -93,7 +93,7 @@ def _known_digests(manifest: Path) -> dict[str, str]:
 
 
 def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
-    """Write SHA256SUMS, the last file of the results. Raises CheckpointError if two files have one name."""
+    """Write SHA256SUMS, the last file of the results. Raises CheckpointError if two files would get the same name."""
     digests = hashed_weights(output, layout, "*")
     digests |= {name: _sha256(output, name) for name in BESIDE if os.path.lexists(output.root / name)}
     named = {layout.at_destination(local): sha256 for local, sha256 in digests.items()}
@@ -107,14 +107,14 @@ def write_checksums(output: OutputLayout, layout: ReleaseLayout) -> None:
 
 
 def remove_checksums(output: OutputLayout) -> None:
-    """Remove SHA256SUMS, which marks the results as complete, before any of them changes."""
+    """Remove SHA256SUMS, which marks the results as complete. Call this before any result changes."""
     if os.path.lexists(output.checksums):
         output.checksums.unlink()
         sync_directory(output.root)
 
 
 def checksums_match(output: OutputLayout, layout: ReleaseLayout, digests: Mapping[str, str]) -> bool:
-    """Whether the results are complete and hold these files. digests: digests by name in the results."""
+    """Whether the results are complete and SHA256SUMS lists these digests. digests: SHA-256 by name in the results."""
     try:
         listed = parse_checksums(read_own(output.checksums).decode())
     except (OSError, ValueError):

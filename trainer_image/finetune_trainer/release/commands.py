@@ -14,7 +14,7 @@ from finetune_trainer.release.files import ADAPTER, MERGED
 
 
 def address(facts: RunFacts, part: str) -> str:
-    """Return the address of a result for loaders: its repository on the Hub, or its directory in a local copy."""
+    """Return the address by which loaders find a result: its repository on the Hub, or its directory in a local copy."""
     return hub_repository(facts, part) or local_directory(facts, part)
 
 
@@ -24,7 +24,7 @@ def local_directory(facts: RunFacts, part: str) -> str:
 
 
 def base_address(facts: RunFacts) -> str:
-    """Return the address of the base for loaders: its name on the Hub, or the directory where the reader is to put it."""
+    """Return the address by which loaders find the base: its name on the Hub, or the directory where users must put it."""
     name = facts.plan.model.name
     return name if re.match(HUB_NAME_PATTERN, name) else "./base"
 
@@ -70,13 +70,13 @@ def serve_adapter(facts: RunFacts, separator: str = " ") -> str | None:
 
 
 def convert_merged(facts: RunFacts) -> str:
-    """Return the command that converts a local copy of the merged model for llama.cpp, with a script of llama.cpp's source."""
+    """Return the command that converts a local copy of the merged model for llama.cpp, using a script from its source."""
     outfile = quoted(f"{facts.plan.job.name}.gguf")
     return f"python convert_hf_to_gguf.py {quoted(local_directory(facts, MERGED))} --outfile {outfile}"
 
 
 def convert_adapter(facts: RunFacts) -> str | None:
-    """Return the command that converts the adapter for llama.cpp's --lora; None if llama.cpp would compute something else.
+    """Return the command that converts the adapter for llama.cpp's --lora; None if llama.cpp would not compute what was trained.
 
     The command expects a copy of the base in ./base.
     """
@@ -87,6 +87,6 @@ def convert_adapter(facts: RunFacts) -> str | None:
 
 
 def quoted(text: str) -> str:
-    """Return the text as one word for a shell, on one line."""
+    """Quote the text as a single shell word on one line."""
     plain = one_line(text)
     return plain if re.fullmatch(r"[A-Za-z0-9_./:@=-]+", plain) else "'" + plain.replace("'", "'\\''") + "'"

@@ -1,4 +1,4 @@
-"""Facts of a run for the description of its results, read from the workspace."""
+"""Facts about a run, read from the workspace, with which its results are described."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class DataSource:
     weight: float
     files: tuple[SourceFile, ...]
     counts: Mapping[str, Any]
-    """Counts by the field names of DatasetFacts; empty if preparation kept none."""
+    """Counts by the field names of DatasetFacts; empty if preparation recorded none."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +73,19 @@ class RunFacts:
     """Counts of each split, by the field names of SplitFacts."""
     history: TrainingHistory
     trained_step: int
-    """Optimizer step after which the weights were exported."""
+    """Optimizer step whose weights were exported."""
     verification: VerificationReport | None
     """Verification of the merge; None if nothing was merged."""
     serving: ServingReport | None
     """Report of how engines serve the adapter; None without an adapter."""
     added: AddedTokens | None = None
-    """Tokens that the base does not have."""
+    """Tokens that the job adds to the base; None if it adds none."""
     attempts: Sequence[tuple[AttemptStarted, GoodputRecord]] = ()
     """Start and last record of each training attempt, in order."""
 
     @property
     def figures(self) -> list[tuple[str, str, str]]:
-        """Figures of the merge with their thresholds, as rows of a table; empty if logits were not compared."""
+        """Figures of the merge's verification with their thresholds, as table rows; empty if logits were not compared."""
         if self.verification is None or self.verification.logits is None or self.verification.gate is None:
             return []
         return gate_rows(self.verification.logits, self.verification.gate)
@@ -98,14 +98,14 @@ def run_facts(
     verification: VerificationReport | None,
     serving: ServingReport | None,
 ) -> RunFacts:
-    """Collect the facts: these arguments, and the rest from files. Raises OSError, PreparedDataError, ModelError."""
+    """Collect the facts from these arguments and from files. Raises OSError, PreparedDataError, ModelError."""
     plan, workspace = context.plan, context.workspace
     prepared = read_manifest(workspace.prepared)
     lines = read_own(workspace.history).decode(errors="replace") if workspace.history.is_file() else ""
     records = read_own(workspace.accounts).decode(errors="replace") if workspace.accounts.is_file() else ""
     fetched = {item.target: item for item in plan.fetch.items} if plan.fetch is not None else {}
     splits = prepared["splits"]
-    # Of preflight's choices the batch alone decides what is learnt; the others say how it was computed.
+    # Of preflight's choices, only the global batch size affects what is learnt; the others affect only how it is computed.
     plan = plan.with_choices(choice for choice in (preflight.batches if preflight else ()) if choice.field == GLOBAL_BATCH_FIELD)
     return RunFacts(
         plan=plan,
@@ -128,7 +128,7 @@ def run_facts(
 
 
 def _sources(plan: RunPlan, prepared: Mapping[str, Any], fetched: Mapping[ClaimPath, FetchItem]) -> tuple[DataSource, ...]:
-    """List the sources in the plan's order, with the counts of preparation."""
+    """List the sources in the plan's order, each with its counts from preparation."""
     planned = [(TRAIN, source) for source in plan.data.train]
     planned += [(VALIDATION, plan.data.validation)] if plan.data.validation is not None else []
     read = prepared.get("inputs", {}).get("sources", [])
@@ -164,7 +164,7 @@ class Point:
     gradient_norm: float | None = None
     """Norm of the gradients of all trainable parameters, before clipping."""
     tokens_per_second: float | None = None
-    """Tokens of documents per second, over all ranks."""
+    """Document tokens per second, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -175,9 +175,9 @@ class TrainingHistory:
     tokens: int
     supervised_tokens: int
     peak_memory_bytes: int | None = None
-    """Peak memory of a rank: of its device, or resident memory on a CPU. None if no step has measured it."""
+    """Highest peak memory of any rank: device memory, or resident memory on a CPU. None if no step measured it."""
     calculated_tokens_per_second: float | None = None
-    """The planner's figure for the device of the latest attempt; None if the planner does not know the device."""
+    """Rate that the planner calculated for the latest attempt's device; None if the planner does not know the device."""
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -191,7 +191,7 @@ class TrainingHistory:
 
 
 def training_history(lines: Sequence[Mapping[str, Any]]) -> TrainingHistory:
-    """Return the history. If a step has several lines, the last one counts: a run that went back did the step again."""
+    """Return the history. If a step has several lines, the last one counts: a resumed run did the step again."""
     by_step = {line["step"]: line for line in lines if isinstance(line.get("step"), int)}
     kept = [by_step[step] for step in sorted(by_step)]
     values = ("loss", "eval_loss", "learning_rate", "gradient_norm", "tokens_per_second")
@@ -211,7 +211,7 @@ def _number(value: object) -> float | None:
         number = float(value) if isinstance(value, int | float) else math.inf
     except OverflowError:  # a very large integer
         return None
-    # The trainer writes only finite numbers, so others come from a changed file and are left out.
+    # The trainer writes only finite numbers, so any other number comes from a changed file and is left out.
     return number if math.isfinite(number) else None
 
 
@@ -220,7 +220,7 @@ def _sum(lines: Sequence[Mapping[str, Any]], name: str) -> int:
 
 
 def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]:
-    """Choose up to `most` points for the table, first and last included, from those with a held-out loss if there are several."""
+    """Choose up to `most` table points, including the first and last, from those with a held-out loss if there are several."""
     evaluated = [point for point in points if point.eval_loss is not None]
     from_these = evaluated if len(evaluated) > 1 else list(points)
     if len(from_these) <= most:
@@ -229,5 +229,5 @@ def table_points(points: Sequence[Point], most: int = TABLE_ROWS) -> list[Point]
 
 
 def count_text(count: object) -> str:
-    """Return a count of records, tokens or steps as text for people."""
+    """Format a count of records, tokens or steps for people."""
     return f"{count:,}" if isinstance(count, int) else "not counted"

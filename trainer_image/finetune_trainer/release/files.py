@@ -24,7 +24,7 @@ SIGNATURE = f"{CHECKSUMS}.sig"
 VERIFICATION, VERIFICATION_PAGE = _NAMES.verification.name, _NAMES.verification_page.name
 REPORT, REPORT_DATA = _NAMES.report.name, _NAMES.report_data.name
 BESIDE = (CARD, PROVENANCE, REPORT, REPORT_DATA, VERIFICATION, VERIFICATION_PAGE)
-"""Files next to the directories of weights. The checksums name them; the last two exist only if something was merged."""
+"""Files next to the directories of weights. SHA256SUMS lists them; the last two exist only if something was merged."""
 WEIGHT_SUFFIX = ".safetensors"
 
 
@@ -54,12 +54,12 @@ class ReleaseLayout:
         return self.has_adapter and self.top != ADAPTER
 
     def at_destination(self, local: str) -> str:
-        """Return a result's name at the destination. Both names are relative and have slashes."""
+        """Return the name at the destination of a result named `local`. Both names are relative and use slashes."""
         first, _, rest = local.partition("/")
         return rest if rest and first == self.top else local
 
     def in_results(self, name: str) -> str:
-        """Return the name in the results of a file at the destination."""
+        """Return the name that a file at the destination has in the results."""
         first, slash, _ = name.partition("/")
         keeps_name = name in BESIDE or (bool(slash) and first in self.directories and first != self.top)
         return name if self.top is None or keeps_name else f"{self.top}/{name}"

@@ -1,4 +1,4 @@
-"""The base model's licence, as its own files state it: a tuned model is a derivative, so its terms still apply."""
+"""The base model's licence, as its own files state it: a tuned model is a derivative, so the base's terms still apply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_trainer.files import licence_files
 CARD_FILE = "README.md"
 _MAX_FRONT_MATTER = 1 << 20
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]{0,63}")
-"""Form of the names that the Hub gives to licences."""
+"""Pattern of the Hub's licence identifiers."""
 OTHER_LICENCE = "other"
 """The Hub's name for a licence that is not in its list."""
 _LONGEST_TEXT = 200
@@ -24,7 +24,7 @@ _LONGEST_TEXT = 200
 
 @dataclass(frozen=True)
 class Licence:
-    """The base's licence. A string is empty if the base does not state it."""
+    """The base's licence. Strings are empty if the base does not state them."""
 
     identifier: str = ""
     """The Hub's identifier for the licence."""

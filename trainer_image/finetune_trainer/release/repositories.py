@@ -20,12 +20,12 @@ _BELOW = f"{ADAPTER}/"
 
 
 def release_by_repository(release: Release, place: HubPath, scratch: Path) -> tuple[tuple[HubPath, Release], ...]:
-    """Return repositories and their releases in the order of publishing: if the last one is published, all are.
+    """Return each repository with its release, in the order of publishing: once the last one is published, all are.
 
     Args:
-    release: All files, with their names at the top of `place`.
+    release: All files, with names relative to the top of `place`.
     place: The destination.
-    scratch: A directory for lists of checksums, to which only this pod may write.
+    scratch: A directory for SHA256SUMS files, to which only this pod can write.
 
     Raises CheckpointError if two files of a repository would have the same name, and OSError.
     """

@@ -1,7 +1,7 @@
-"""The signature of a release. It signs SHA256SUMS, which names every other file with its digest.
+"""Signs a release. The signature is over SHA256SUMS, which lists every other file with its digest.
 
-It is ECDSA over SHA-256 in base64, as `cosign verify-blob` and `openssl dgst -verify` read it. Equal releases have equal
-signatures (RFC 6979), so a repeated publication sends the same bytes.
+Signatures are ECDSA over SHA-256 in base64, as `cosign verify-blob` and `openssl dgst -verify` expect. Equal releases get
+equal signatures (RFC 6979), so a repeated publication sends the same bytes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def signed(release: Release, key: str, directory: Path) -> Release:
     """Return the release with its signature as an additional file, which is written to `directory`.
 
     Args:
-    release: What is published.
+    release: The files to publish.
     key: Unencrypted private key of the curve P-256, as PEM.
-    directory: A directory to which only this pod may write.
+    directory: A directory to which only this pod can write.
 
-    Raises DestinationRefusedError for a key of another kind, CheckpointError if SHA256SUMS changed since it was read, OSError.
+    Raises DestinationRefusedError for a key of another kind, CheckpointError if SHA256SUMS changed after it was read, OSError.
     """
     with release.manifest.open() as file:
         content = file.read(MOST_OWN_BYTES)

@@ -1,8 +1,8 @@
 """Writes the files next to the weights. SHA256SUMS is written last, so it exists only if all other files do.
 
 provenance.json is an in-toto statement (https://in-toto.io/Statement/v1) with a SLSA provenance predicate
-(https://slsa.dev/provenance/v1) over every published weight file. It is not signed itself; publishing can sign SHA256SUMS, which
-names it (`sign.py`).
+(https://slsa.dev/provenance/v1) over every published weight file. The statement is not signed; publishing can sign SHA256SUMS,
+which lists it (`sign.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMAGE_DIGEST = re.compile(r"@sha256:([0-9a-f]{64})$")
 
 
 def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]:
-    """Write card, provenance and checksums next to the weights. Return their digests by the names of the report's facts.
+    """Write card, provenance and checksums next to the weights. Return their digests, by the names of the report's facts.
 
     Files that already have the right content are left alone. Raises OSError, CheckpointError.
     """
@@ -57,7 +57,7 @@ def write_release_files(output: OutputLayout, facts: RunFacts) -> dict[str, str]
 
 
 def is_complete(output: OutputLayout, layout: ReleaseLayout, plan_sha256: str, digests: Mapping[str, str]) -> bool:
-    """Whether the results of this plan are complete and hold these files. digests: digests by name in the results."""
+    """Whether this plan's results are complete and hold files with these digests. digests: SHA-256 by name in the results."""
     is_file = output.provenance.is_file() and not output.provenance.is_symlink()
     if not is_file or not checksums_match(output, layout, digests):
         return False

@@ -10,7 +10,7 @@ from itertools import pairwise
 from finetune_trainer.markdown import one_line
 
 WIDTH, HEIGHT = 400.0, 220.0
-"""Size of the drawing in its own units. It is narrow enough that a phone does not shrink its text."""
+"""Size of the drawing in its own units. It is so narrow that a phone does not shrink the text."""
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 378.0, 12.0, 190.0
 """Edges of the plotted area. Labels are outside them."""
 MAX_POINTS = 200
@@ -18,8 +18,8 @@ MAX_POINTS = 200
 smallest value to the largest.
 """
 MOST, SMALLEST = 1e100, 1e-300
-"""Largest value that is drawn, and smallest span of an axis with several ticks: beyond them, powers of ten overflow or vanish.
-Infinity and NaN are not drawn either.
+"""Largest value that is drawn, and smallest span of an axis with several ticks: beyond these, powers of ten overflow or
+underflow. Infinity and NaN are not drawn either.
 """
 _TICKS = 4
 
@@ -33,12 +33,12 @@ class Series:
     name: str
     points: Points
     has_marks: bool = False
-    """Whether each value has a mark. Marks show single values, and distinguish two curves without colours."""
+    """Whether each value has a mark. Marks show single values, and distinguish two curves without colour."""
 
 
 @dataclass(frozen=True)
 class Tick:
-    """A label of an axis, and its place."""
+    """An axis label and its position."""
 
     at: float
     label: str
@@ -64,11 +64,11 @@ class Chart:
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
     events: tuple[float, ...]
-    """Places of events: the x coordinate of a vertical line for each."""
+    """The x coordinate of a vertical line for each event."""
 
 
 def chart(title: str, series: Sequence[Series], events: Sequence[float] = ()) -> Chart | None:
-    """Draw series over one pair of axes, without values that are not finite; None if no series has two values left.
+    """Draw series over one pair of axes, leaving out values that are not finite; None if no series has two values left.
 
     events: steps at which the run was resumed.
     """
@@ -112,7 +112,7 @@ class Group:
 
 
 def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
-    """Form at most `most` groups of about equally many neighbours. The first and the last point are groups of their own."""
+    """Group neighbouring points into at most `most` groups of about equal size. The first and last points stay single."""
     if len(points) <= most:
         return [Group(step, value, value, value) for step, value in points]
     inner = points[1:-1]
@@ -126,7 +126,7 @@ def thin(points: Points, most: int = MAX_POINTS) -> list[Group]:
 
 
 def ticks(lowest: float, highest: float, *, outward: bool = False) -> list[float]:
-    """Choose about `_TICKS` round numbers between the bounds, 1, 2 or 5 times a power of ten apart. outward: just around them."""
+    """Choose about `_TICKS` round numbers, 1, 2 or 5 times a power of ten apart. outward: cover the bounds."""
     span = highest - lowest
     if span < SMALLEST:
         return [lowest]
@@ -150,7 +150,7 @@ def describe(series: Series) -> str:
 
 
 def number(value: float) -> str:
-    """Return a number as a short text for axes."""
+    """Format a number as a short text for axes."""
     if not math.isfinite(value):
         return str(value)
     if value and (abs(value) < 1e-3 or abs(value) >= 1e6):

@@ -1,6 +1,6 @@
 """The format of `report.json`.
 
-All its texts and some of its numbers come from outside. So texts are cut to a maximum length, hidden characters become visible,
+All of its texts and some of its numbers are untrusted. So texts are cut to a maximum length, hidden characters are made visible,
 and impossible numbers become null.
 """
 
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 from finetune_trainer.inspection.report import StrictModel
 
 VERSION: Final = 1
-"""Version of this format. It rises if a field is removed or changes its meaning, but not if a field is added."""
+"""Version of this format. It is raised if a field is removed or changes its meaning, but not if a field is added."""
 MAX_TEXT, MAX_LONG_TEXT = 300, 1000
 """Maximum number of characters of most texts, and of long ones: prompts, answers and commands."""
 _LONGEST_NOTE = 40
@@ -25,7 +25,7 @@ _LONGEST_NOTE = 40
 MAX_ENTRIES = 200
 """Maximum number of entries of any list."""
 MOST_NUMBER = 1 << 62
-"""Bound of seconds, steps and bytes. A larger number cannot have been measured, and is left out."""
+"""Upper bound of seconds, steps and bytes. A larger number cannot have been measured, and is left out."""
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff"
     "\U000e0000-\U000e007f]"
@@ -43,13 +43,13 @@ def bounded(text: str, most: int = MAX_TEXT) -> str:
 
 
 def known_number(value: Any) -> Any:
-    """Return the value, or None if it is not a number, not finite, or beyond what can be measured."""
+    """Return the value, or None if it is not a finite number or is too large to have been measured."""
     is_known = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MOST_NUMBER
     return value if is_known and math.isfinite(value) else None
 
 
 def known_count(value: Any) -> Any:
-    """Return the value, or None if it is not an integer, negative, or beyond what can be measured."""
+    """Return the value, or None if it is not an integer, is negative, or is too large to have been measured."""
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_NUMBER else None
 
 
@@ -95,7 +95,7 @@ class HeldOutLoss(StrictModel):
 
 
 class CurvePoint(StrictModel):
-    """One step, or neighbouring steps that are drawn as one point: their mean, lowest and highest value."""
+    """One step, or neighbouring steps that are drawn as one point: their mean, lowest and highest values."""
 
     step: Number
     value: Number
@@ -116,7 +116,7 @@ class Training(StrictModel):
 
 
 class ModelAnswer(StrictModel):
-    """A model's answer to a prompt. is_complete: whether the answer ended by itself."""
+    """A model's answer to a prompt. is_complete: whether the model ended the answer itself."""
 
     text: LongText
     is_complete: bool
@@ -148,13 +148,13 @@ class TrainingAttempt(StrictModel):
     start: Number
     """Seconds since the epoch."""
     seconds: Number
-    """Seconds from its start to its last record."""
+    """Seconds from the start of the process to its last record."""
     first_step: Count
     """Step after which this attempt continued."""
     last_step: Count
-    """Step of its last record."""
+    """Step of the last record of this attempt."""
     lost_steps: Count
-    """Number of its recorded steps that the next attempt had to do again."""
+    """Number of recorded steps of this attempt that the next attempt had to do again."""
     ending: Text
     message: Text = ""
     """Message of the failure."""
@@ -207,7 +207,7 @@ class DataCard(StrictModel):
     sources: tuple[SourceOfRecords, ...]
     splits: dict[Text, dict[str, Count]]
     record_lengths: dict[str, Count]
-    """Number of training records by their number of tokens, in ranges whose upper ends double."""
+    """Histogram of the lengths of training records in tokens: upper end of a range -> number of records. Upper ends double."""
     warnings: tuple[Warned, ...]
 
 
@@ -236,7 +236,7 @@ class Command(StrictModel):
 
 
 class Chosen(StrictModel):
-    """A chosen value that the manifest left unset. null: preflight chose it."""
+    """A value chosen for a field that the manifest left unset. null: preflight chose it."""
 
     field: Text
     value: Text | None

@@ -1,4 +1,4 @@
-"""The page: a template filled with the report's summary. All its texts come from outside, so none is trusted.
+"""The page: a template filled with the report's summary. All its texts come from outside, so none of them is trusted.
 
 The page runs and loads nothing. The template escapes each text, `shown` cuts it and replaces characters that could hide or
 reverse text, and the page's own policy (Content-Security-Policy) lets a browser use only the style sheet with the known digest.
@@ -26,7 +26,7 @@ from finetune_trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WID
 from finetune_trainer.report.document import MAX_LONG_TEXT, MOST_NUMBER, OutcomeOfMerge, RunSummary, TimeOfRun, bounded
 
 MAX_ROWS = 30
-"""Maximum number of rows of any table. Together with the bounds of texts it keeps the page below a megabyte."""
+"""Maximum number of rows of any table. Together with the limits on texts, it keeps the page below a megabyte."""
 _COLOURS = {OutcomeOfMerge.PASSED: "good", OutcomeOfMerge.FAILED: "bad", OutcomeOfMerge.NOT_MERGED: "neutral"}
 _WORDS = {
     "lost_steps": "steps done again after a restart",
@@ -84,7 +84,7 @@ def _template() -> tuple[Template, Markup, str]:
         "date": _date,
     }
     environment.filters |= filters
-    # The style sheet is a constant without foreign text, and the only text that is not escaped.
+    # The style sheet is a constant without untrusted text. Only this text is not escaped.
     return environment.get_template("page.html.j2"), Markup(style), digest  # noqa: S704
 
 

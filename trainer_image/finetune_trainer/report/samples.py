@@ -1,6 +1,6 @@
 """Answers of the base model and of the tuned model to held-out prompts, as texts for the report.
 
-Their cost is bounded before the first one begins. If one fails, the report lacks the answers, but the run keeps its results.
+The cost of all answers is limited before the first is generated. If one fails, the report has none of them, but the run succeeds.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_PROMPT_TOKENS = 256
 """Records with longer prompts are skipped."""
 MAX_REFERENCE_TOKENS = 256
 TEXT_PROMPT_TOKENS = 32
-"""Prompt length for a record that is learnt from its beginning; shorter records are cut in half."""
+"""Prompt length for a record that is learnt from its beginning; a record shorter than twice this is cut in half."""
 LOOKED_AT_PER_SAMPLE = 16
 """Number of records that are tried for each sample."""
 BUDGET = Budget(most_tokens=24, least_tokens=8, most_bytes=512 << 30)
-"""Limits of the answers. An 8B model in 16 bits gives 17 tokens within them; a model larger than 32 GiB gives none."""
+"""Limits on generating answers. Within them, an 8B model in 16 bits generates 17 tokens, and a model above 32 GiB none."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Question:
 
 
 def sample_answers(context: RunContext) -> Samples:
-    """Return up to as many samples as the plan sets, for a run that has results."""
+    """Return samples for a run that has results, at most as many as the plan sets."""
     plan = context.plan
     if plan.data.validation is None:
         return Samples(reason="nothing was held out")
@@ -96,7 +96,7 @@ def _answers(context: RunContext) -> Samples:
 
 
 def questions(split: PreparedSplit, most: int) -> list[Question]:
-    """Return questions from up to `most` held-out records that are spread evenly; each call chooses the same records."""
+    """Return questions from up to `most` evenly spread held-out records; each call chooses the same records."""
     looked_at = min(most * LOOKED_AT_PER_SAMPLE, split.num_documents)
     records = [number * split.num_documents // looked_at for number in range(looked_at)]
     # Distant records come first: if none is skipped, the first `most` records are spread evenly.
@@ -106,7 +106,7 @@ def questions(split: PreparedSplit, most: int) -> list[Question]:
 
 
 def question_of(record: int, tokens: Sequence[int], supervised: Sequence[bool]) -> Question | None:
-    """Cut a record before its first learnt part; None if it has no prompt or no answer, or if its prompt is too long."""
+    """Split a record where its first learnt part begins; None if the prompt or the answer is empty, or the prompt is too long."""
     first = next((place for place, is_learnt in enumerate(supervised) if is_learnt), len(tokens))
     if first <= 1:  # learnt from the beginning
         first = min(TEXT_PROMPT_TOKENS, len(tokens) // 2)

@@ -133,7 +133,7 @@ def _memory(facts: RunFacts, timeline: Timeline) -> MemoryOfRank | None:
 
 
 def commands(facts: RunFacts) -> list[tuple[str, str]]:
-    """List each command with its purpose. If the merged model failed, nothing was published, so there is no command."""
+    """List each command with its purpose. If the merged model failed verification, nothing is published; the list is empty."""
     if facts.verification is not None and not facts.verification.passed:
         return []
     has_merged, has_adapter = facts.layout.has_merged, facts.layout.has_adapter
@@ -148,7 +148,7 @@ def commands(facts: RunFacts) -> list[tuple[str, str]]:
 
 
 def _provenance(facts: RunFacts) -> dict[str, str]:
-    """Return facts that prove the origin of the results."""
+    """Return the facts that document where the results come from."""
     plan = facts.plan
     rows = [
         ("job", f"{plan.job.namespace}/{plan.job.name}"),

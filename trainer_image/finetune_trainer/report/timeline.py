@@ -51,9 +51,9 @@ def attempts_of(
     """List the processes of rank 0 in order.
 
     Args:
-        records: All records of goodput.
-        reports: Number of an attempt -> reports of its ranks.
-        restarts: Number of an attempt -> restarts of its ranks in their pod.
+        records: All goodput records.
+        reports: Attempt number -> reports of the attempt's ranks.
+        restarts: Attempt number -> restarts of the attempt's ranks in their pod.
     """
     attempts = starts_and_ends(records)
     training_attempts = []

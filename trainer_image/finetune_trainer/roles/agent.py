@@ -28,13 +28,13 @@ from finetune_trainer.processes.end_signal import EndSignal
 from finetune_trainer.processes.start import die_with, end
 
 ENDS_WITH_PARENT = "finetune_trainer.processes.ends_with_parent"
-"""Module that the fork server imports first. Ranks end with the fork server, so it must not wait for them."""
+"""Module that the fork server imports first. Ranks end with the fork server, so the server must not wait for them."""
 
 
 def main(argv: list[str]) -> None:
-    """Run torchrun once for each line of `--orders`, a JSON list of its arguments; write its exit status to `--answers`.
+    """Run torchrun once for each line of `--orders`, a JSON list of arguments, and write each exit status to `--answers`.
 
-    The text that torchrun prints before the answer names the failed ranks. The agent exits after any other error.
+    What torchrun prints before an answer names the ranks that failed. After any other error, the agent exits.
     """
     parser = argparse.ArgumentParser(prog="python -m finetune_trainer.roles.agent", description=__doc__)
     parser.add_argument("--parent", type=int, required=True, help="process with which this one ends")
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--answers", type=int, required=True, help="descriptor to write exit statuses to")
     arguments = parser.parse_args(argv)
     die_with(arguments.parent)
-    # A socket's address has at most 107 bytes, and the directory's own name may be longer.
+    # A socket's address has at most 107 bytes, and the directory's own path may be longer.
     tempfile.tempdir = f"/proc/self/fd/{os.open(arguments.scratch, os.O_RDONLY | os.O_DIRECTORY)}"
     multiprocessing.set_forkserver_preload([ENDS_WITH_PARENT, *arguments.preload.split(",")])
     forkserver.ensure_running()
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
     except BaseException:  # noqa: BLE001 - torchrun raises on SIGTERM, after it has stopped the ranks that it knows of
         traceback.print_exc()
     finally:
-        # A normal end of the interpreter would wait for ranks that torchrun was just starting. They end with the fork server.
+        # An interpreter that ends normally would wait for ranks that torchrun was just starting. They end with the fork server.
         end(1)
 
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compute the answer. Raises TrainerError, MergeError, OSError."""
     if arguments.order == "look":
         context = run_context(arguments)
-        # A run may have ended before preflight had written the base with its added tokens.
+        # A run may have ended before preflight wrote the base with added tokens.
         return inspect_run(context.with_trained_rows() if context.workspace.added_tokens.is_file() else context).document()
     if arguments.order == "checkpoints":
         return {"difference": checkpoint_difference(arguments.expected, arguments.found)}
@@ -55,7 +55,7 @@ def _difference_of_results(expected: Path, reproduced: Path) -> str | None:
         return results_difference(expected, reproduced, sorted(exported))
     names = _files_below(reproduced)
     difference = results_difference(expected, reproduced, sorted(names - {MANIFEST_FILE}))
-    # A file that was not reproduced counts as a difference: it may be code, which libraries load together with the weights.
+    # A file that was not reproduced counts as a difference: it may be code that libraries load together with the weights.
     others = sorted(_files_below(expected) - names)
     return difference or (f"{others[0]} was not reproduced" if others else None)
 

@@ -72,7 +72,7 @@ class WantedSource:
 
     @property
     def refusal(self) -> type[TrainerError]:
-        """Error to raise if the named source does not exist."""
+        """Error to raise if this source does not exist, or holds no usable files."""
         return ModelError if self.is_model else DataError
 
 
@@ -136,7 +136,7 @@ def fetch(
 
 
 def wanted_sources(context: RunContext, plan: FetchPlan) -> list[WantedSource]:
-    """The plan's sources, each with the manifest field that names it; the model comes first."""
+    """Return the plan's sources, each with the manifest field that names it; the model comes first."""
     fields = {location: field for field, location in reversed(input_locations(context.plan))}
     sources = [
         WantedSource(item, fields[item.target], item.target == context.plan.model.location, context.path(item.target))
@@ -189,9 +189,9 @@ def _list(wanted: WantedSource, remote: RemoteSource, allow_remote_code: bool, r
 
 
 def _check_has_template(source: ListedSource, retry_policy: RetryPolicy) -> None:
-    """Before gigabytes of weights are copied, check that the model has a chat template; base models have none.
+    """Check that the model has a chat template before gigabytes of weights are copied; base models usually have none.
 
-    The file that is fetched for this check is kept, and not fetched again.
+    The file that is fetched for this check is kept, so it is not fetched again.
     """
     files = {file.path: file for file in source.files}
     config = files.get(TOKENIZER_CONFIG)

@@ -81,7 +81,7 @@ class SourceLook:
 def look(order: Mapping[str, Any]) -> dict[str, Any]:
     """Look at the first records of a job.
 
-    order: `claims_root`; the job's `plan`; `sources`, those that are here, with the fields of DatasetPlan; `model`, a directory
+    order: `claims_root`; the job's `plan`; `sources` on this machine, with the fields of DatasetPlan; `model`, a directory
     or None; `limit` and `shown`, numbers of records of each source to read and to return; `only_existing`, to leave out missing
     sources; `model_files` to check and `places` to be written to, each None to skip its checks.
     """
@@ -117,7 +117,7 @@ def look(order: Mapping[str, Any]) -> dict[str, Any]:
         findings += [problem] if problem is not None else source_findings
         looks.append(seen)
         shown += records
-    # As preflight does: steps are counted once all records are known and right.
+    # As in preflight, steps are counted only if all records are known and valid.
     if all(dataset.field in lengths for dataset in data.train) and all(found.severity != "error" for found in findings):
         findings += check_lengths(plan, lengths)
     return {
@@ -135,7 +135,7 @@ def _files_of(dataset: Mapping[str, Any], root: Path) -> SourceFiles:
 
 
 def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Finding]:
-    """Findings about the places that the job writes to: the output, and the workspace if the job is to run here."""
+    """Yield findings about the places that the job writes to: the output, and the workspace if the job is to run here."""
     if places is None:
         return
     for name, location in places["written"].items():
@@ -149,7 +149,7 @@ def _check_places(places: Mapping[str, Any] | None, root: Path) -> Iterator[Find
 
 
 def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
-    """Findings about the base model's files. `model` is None if they need not be on this machine.
+    """Return findings about the base model's files. `model` is None if the files need not be on this machine.
 
     The key adapter_base is the plan's name of the base, or None without an adapter.
     """
@@ -170,9 +170,9 @@ def _check_model(model: Mapping[str, Any] | None) -> Sequence[Finding]:
 def _tokenizer(
     directory: str | None, data: DataPlan, added: Sequence[AddedTokenPlan]
 ) -> tuple[FileTokenizer | None, str, list[Finding]]:
-    """The tokenizer or None, the reason for None as text, and findings.
+    """Return the tokenizer or None, the reason if it is None, and findings.
 
-    Files that are not on this machine, or that this code cannot read, give no finding: preflight checks them.
+    Files that are not on this machine, or that this code cannot read, cause no finding: preflight checks them.
     """
     if directory is None or not (Path(directory) / "tokenizer.json").is_file():
         return None, "The tokenizer of the model is not on this machine", []
@@ -265,7 +265,7 @@ def _look_at(
     counts = sum(count for _, count in problems.values()), seen.records
     invalid = invalid_records(named, problems, places, counts, can_skip=not must_fail, is_whole=seen.is_whole)
     if any(finding.severity == "error" for finding in invalid):
-        # As preflight does: other findings may change once the records are correct.
+        # As in preflight, leave out other findings, which may change once the records are correct.
         return seen, shown, invalid
     if named.split == TRAIN and seen.is_whole and tokenizer is not None:
         lengths[named.field] = kept
@@ -287,7 +287,7 @@ def _look_at(
 def _made(
     items: Sequence[Record | RecordProblem], data: DataPlan, tokenizer: FileTokenizer | None, stop_ids: tuple[int, ...]
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield each record with its TokenizedDocument, or with the problem of tokenising it; without a tokenizer, with None."""
+    """Yield each record with its TokenizedDocument or the problem in tokenising it, or with None if there is no tokenizer."""
     if tokenizer is None:
         yield from ((item, None) for item in items)
         return
@@ -330,7 +330,7 @@ def _pieces(tokenizer: FileTokenizer, made: Any) -> list[tuple[str, bool]]:
 
 
 def _plain_pieces(record: Record) -> list[tuple[str, bool]]:
-    """The record's text without a tokenizer, and so without a template: which parts of a chat are learnt is then unknown."""
+    """Return the record's text if there is no tokenizer. Without a template, it is unknown which parts of a chat are learnt."""
     if record.messages:
         return [(f"{turn['role']}: {turn['content']}\n", False) for turn in record.messages]
     return [(record.prompt, False), (record.completion, True)]

@@ -59,8 +59,8 @@ def merge(context: RunContext) -> TerminationReport:
     """Keep the adapter, merge, and verify, as the plan says. May be run again after being killed. Raises VerificationError,
     MergeError, OSError.
 
-    The trained adapter gets its final name before the merge begins. SHA256SUMS is written last, so if it exists, the results are
-    complete.
+    The trained adapter is renamed into place before the merge begins. SHA256SUMS is written last, so if it exists, the results
+    are complete.
     """
     plan, trained, output = context.plan, context.workspace.adapter, context.output
     require_links_inside(context.base_model, context.base_model_root)
@@ -68,7 +68,7 @@ def merge(context: RunContext) -> TerminationReport:
     serving = check_adapter(trained, plan, context.base_model) if plan.method.trains_adapter else None
     output.root.mkdir(parents=True, exist_ok=True)
     layout, digest = release_layout(plan), file_sha256(trained / MANIFEST_FILE)
-    # A merged model gets its final name only after its verification, so if one exists, its digest is the expected digest.
+    # A merged model is renamed into place only after its verification, so if one exists, its digest is the expected one.
     expected = {output.adapter: digest} if layout.has_adapter else {}
     expected |= {output.merged: _merged_digest(context, digest)} if layout.has_merged else {}
     digests = {f"{path.name}/{MANIFEST_FILE}": sha256 for path, sha256 in expected.items()}
@@ -115,7 +115,7 @@ def merge(context: RunContext) -> TerminationReport:
 
 
 def _merged_digest(context: RunContext, trained: str) -> str:
-    """Digest of the merged model's final manifest; empty if the model has not been merged yet."""
+    """Return the digest of the merged model's final manifest; empty if the model has not been merged yet."""
     if not context.plan.method.trains_adapter:
         return trained
     manifest = context.output.merged / MANIFEST_FILE
@@ -129,7 +129,7 @@ def _merge_and_verify(
     *,
     was_complete: bool,
 ) -> VerificationReport:
-    """Merge and verify, and give the merged model its final name. describe: writes the report of the run if the model fails.
+    """Merge, verify, and rename the merged model into place. describe: writes the run's report if the model fails.
 
     Raises VerificationError, MergeError, OSError.
     """
@@ -138,7 +138,7 @@ def _merge_and_verify(
     # What an 8-bit base computed in training cannot be reproduced, so the merged model is not compared with it.
     if quantization is not None and (quantization.bits == 4 or plan.merge.base is not MergeBase.ORIGINAL):
         packed = packed_in_training(plan, context.base_model)
-    # Complete results keep their report. A second verification's would differ in its timings, so it stays on the workspace.
+    # Complete results keep their report. A later one would differ in its timings, so it stays on the workspace.
     paths = output.merged_paths(context.workspace.root if was_complete else None)
     digests = FileDigests()
     # Hash while the merge waits for the disk.
@@ -190,19 +190,19 @@ def _withdraw(output: OutputLayout, failed: MergedPaths) -> None:
 
 
 def _gate(context: RunContext) -> VerificationGate:
-    """The thresholds for the element types, or the plan's own where it sets them."""
+    """Return the thresholds for the element types, or the plan's own where it sets them."""
     merge = context.plan.merge
     gate = gate_of_merge(context.base_model, merge.dtype.value if merge.dtype else None)
     if merge.max_kl_divergence is not None:
         gate = dataclasses.replace(gate, max_mean_kl=merge.max_kl_divergence)
     if merge.min_top1_agreement is not None:
-        # A share that a user asked for is exact, without excused positions.
+        # A share that a user asks for applies exactly: no positions are excused.
         gate = dataclasses.replace(gate, min_top1_agreement=merge.min_top1_agreement, max_excused=0)
     return gate
 
 
 def check_trained(directory: Path, plan_sha256: str) -> int:
-    """Check that the trained result is complete, undamaged and of this plan; returns its step. Raises CheckpointError."""
+    """Check that the trained result is complete, undamaged and from this plan; returns its step. Raises CheckpointError."""
     hint = "delete it and train again: training resumes from the last checkpoint"
     try:
         manifest = json.loads(read_own(directory / MANIFEST_FILE))

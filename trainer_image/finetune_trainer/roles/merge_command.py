@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _require_device(arguments.device)
     digests = FileDigests()
     if arguments.verify:
-        # Hash during the import of torch, which takes one processor.
+        # Hash while torch is imported, which occupies only one processor.
         digests.begin(arguments.base / name for name in read_checkpoint(arguments.base).file_bytes)
     from finetune_trainer.merge.merge_adapter import MergeOptions, merge_adapter
 
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         preload(VERIFICATION)
         from finetune_trainer.verify.model_class import model_builder
 
-        # Before the merge: a model that cannot be verified would be merged in vain.
+        # Check this before the merge: a model that cannot be verified would be merged in vain.
         model_builder(options.base, options.adapters)
     warnings = _Warnings()
     logging.getLogger("finetune_trainer.merge").addHandler(warnings)
@@ -157,7 +157,7 @@ def _verify(
     *,
     digests: FileDigests,
 ) -> dict[str, Any]:
-    """Verify, and return what that adds to the report. Raises VerificationError, and what `verify_and_name` raises."""
+    """Verify, and return the entries to add to the report. Raises VerificationError, and what `verify_and_name` raises."""
     from finetune_trainer.verify.prompts import default_prompts
     from finetune_trainer.verify.verification import gate_of_merge, verify_and_name, verify_merge
 
@@ -184,7 +184,7 @@ def _verify(
 
 
 def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
-    """Token ids of the prompts in a file. tokenizer: directory of the tokenizer for prompts of text. Raises ConfigError."""
+    """Return token ids of the prompts in a file. tokenizer: directory of the tokenizer for text prompts. Raises ConfigError."""
     prompts: list[list[int]] = []
     texts = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
@@ -211,7 +211,7 @@ def read_prompts(path: Path, tokenizer: Path) -> list[list[int]]:
 
 
 def _ids(line: str) -> list[int] | None:
-    """The token ids of a JSON array, or None for text."""
+    """Return the token ids if the line is a JSON array of them; None if it is text."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -228,7 +228,7 @@ def _shard_bytes(text: str) -> int:
 
 
 def _quantization(arguments: argparse.Namespace) -> Quantization | None:
-    """How training quantized the base, or None if no option says that it did."""
+    """Return how training quantized the base, or None if no option says that it did."""
     written = arguments.quantization
     if written is None and arguments.base_form is MergeBase.ORIGINAL:
         return None

@@ -77,7 +77,7 @@ def run(context: RunContext) -> TerminationReport:
         for chosen in (*seen.structure.batches, *(() if resharding is None else (resharding,))):
             log.info("%s: %s, because %s", chosen.field, format_value(chosen.value), chosen.reason)
         lora = seen.plan.method.lora
-        # Written last before the data, so that a refusal leaves nothing behind.
+        # Write these only now, just before the data, so that a refusal leaves nothing behind.
         first_values = computed_first_values(seen.context) if lora is not None and lora.starts_from_base else None
         data_hash = seen.data.publish()
     train, training = seen.data.splits[TRAIN], seen.plan.training
@@ -110,7 +110,7 @@ def run(context: RunContext) -> TerminationReport:
 
 
 def inspect_model(seen: Inspection) -> Inspection:
-    """Build the model without its weights, in the process that was started for it or here, and look at its tokens' rows."""
+    """Build the model without its weights, in the process started for it or in this one, and check the rows of its tokens."""
     if not seen.can_be_built:
         return seen
     if seen.model_process is None:
@@ -125,7 +125,7 @@ def inspect_model(seen: Inspection) -> Inspection:
 def _begin_rehearsal(seen: Inspection, until_done: ExitStack) -> RehearsalReport | Callable[[], RehearsalReport]:
     """Start the rehearsal, which runs while the data is prepared; returns the function that waits for its report.
 
-    Returns a report if there is nothing to wait for. A refusal after this stops the rehearsal as if it had not begun.
+    Returns a report if there is nothing to wait for. A later refusal stops the rehearsal as if it had not begun.
     """
     if not seen.plan.rehearses or seen.structure is None or is_refused(seen.findings):
         return SKIPPED
@@ -146,11 +146,11 @@ def _begin_rehearsal(seen: Inspection, until_done: ExitStack) -> RehearsalReport
 
 
 def _rehearsal_findings(seen: Inspection, rehearsal: RehearsalReport) -> list[Finding]:
-    """The rehearsal's own findings, and a refusal if the profile requires a rehearsal that has passed."""
+    """Return the rehearsal's own findings, and a refusal if the profile requires a passed rehearsal and this one did not pass."""
     placement = seen.plan.placement
     if placement is None or not _requires_rehearsal(seen):
         return list(rehearsal.findings)
-    # The findings propose to skip the rehearsal, which the profile refuses, so the proposals are left out.
+    # The findings propose to skip the rehearsal, which the profile forbids, so the proposals are left out.
     findings = [
         finding.model_copy(update={"fix": "", "changes": ()}) if finding.changes else finding for finding in rehearsal.findings
     ]
@@ -215,7 +215,7 @@ def _refused(seen: Inspection, findings: Sequence[Finding], rehearsal: Rehearsal
         findings=[*errors, *(finding for finding in findings if finding.severity != "error")],
         findings_total=len(findings),
         facts={
-            # If an earlier check failed, the rehearsal was not skipped because the job asked for it.
+            # If an earlier check failed, that is why the rehearsal did not run; the job has not asked to skip it.
             **(_rehearsal_facts(rehearsal) if rehearsal is not SKIPPED or not seen.plan.rehearses else {}),
             **(seen.memory.facts if seen.memory is not None else {}),
         },

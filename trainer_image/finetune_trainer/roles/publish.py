@@ -73,7 +73,7 @@ def publish(context: RunContext, credentials: Credentials, patience: RetryPolicy
 def _signed_releases(
     plan: PublishPlan, release: Release, credentials: Credentials, scratch: Path
 ) -> list[tuple[Location, Release]]:
-    """Locations and the files for each, in the order of publishing. If there is a key, each release has its own signature."""
+    """Return each location with its release, in the order of publishing. If there is a key, each release is signed."""
     location = parse_destination(plan.destination)
     releases: list[tuple[Location, Release]] = [(location, release)]
     if isinstance(location, HubPath):
@@ -127,7 +127,7 @@ def _open(
 
 @contextmanager
 def _sigterm(stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` and the yielded event at SIGTERM, which a container's first process would otherwise ignore."""
+    """Set `stop` and the yielded event on SIGTERM, which a container's first process would otherwise ignore."""
     came = threading.Event()
 
     def end(_number: int, _frame: object) -> None:

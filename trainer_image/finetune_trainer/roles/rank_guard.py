@@ -35,7 +35,7 @@ from finetune_trainer.ranks.start_signs import read_started, start_stacks
 
 log = logging.getLogger(__name__)
 END_SECONDS = 120.0
-"""Time that a rank may run after it has reported its end. A rank that saw a collective fail waits a quarter of a minute."""
+"""Time that a rank may run after it has reported its end. A rank whose collective failed waits for 15 s of this time."""
 AGENT_END_SECONDS = 420.0
 """Time that torchrun's agent may run after its last rank has ended. It waits 300 s for the agents of other nodes."""
 LOOK_SECONDS = 0.5
@@ -59,13 +59,13 @@ class LocalRanks:
                 known.setdefault(rank, now)
 
     def silent(self, ranks: Collection[int], seconds: float, now: float) -> list[int]:
-        """Ranks that are silent `seconds` after the first rank's start; torchrun starts all ranks at once."""
+        """Return the ranks that are still silent `seconds` after the first rank's start; torchrun starts all ranks at once."""
         if not self.started or now - min(self.started.values()) < seconds:
             return []
         return sorted(set(ranks) - self.spoken.keys())
 
     def endless(self, seconds: float, now: float) -> list[int]:
-        """Ranks that reported their end at least `seconds` ago."""
+        """Return the ranks that reported their end at least `seconds` ago."""
         return sorted(rank for rank, since in self.reported.items() if now - since >= seconds)
 
 
@@ -73,7 +73,7 @@ class RankGuard:
     """A thread that watches this node's ranks from `begin` to `end`."""
 
     def __init__(self, context: RunContext, ranks: range, node_rank: int, pipes: Path, agent: Child) -> None:
-        """ranks: the global ranks of this node. pipes: directory in which they leave signs of their start."""
+        """ranks: the global ranks of this node. pipes: directory in which the ranks leave signs of their start."""
         self._context, self._ranks, self._node_rank, self._pipes, self._agent = context, ranks, node_rank, pipes, agent
         self._stacks = context.workspace.stacks(context.attempt)
         self._reports = context.workspace.reports(Role.TRAIN.value, context.attempt)
@@ -144,7 +144,7 @@ class RankGuard:
     def _end_after_verdict(self, stall: Stall) -> None:
         """Kill the silent ranks of this node, and the agent if that was not enough.
 
-        The agent considers a stopped process healthy, and would give it the full time for saving, which it cannot use.
+        The agent considers a stopped process healthy, and would wait the full time for saving, although the process cannot save.
         """
         reported = self._reports / rank_report_name(stall.rank)
         deadline = time.monotonic() + self._timeouts.collection + self._timeouts.silence

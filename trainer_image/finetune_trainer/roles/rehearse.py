@@ -44,7 +44,7 @@ ENDING_SECONDS = 3.0
 """Additional time that the rehearsal has to kill its children."""
 MEMORY_BYTES = 3 << 30
 ANSWER_BYTES = 4 << 20
-"""Bound of all lines of the answer together. A report takes some KB."""
+"""Bound of the answer's total size in bytes. A report takes a few KB."""
 NAME = "rehearsal"
 """Name of the temporary directory on the workspace."""
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -150,7 +150,7 @@ def _import_libraries(plan: RunPlan) -> None:
 
 
 def _rehearse(order: _Order, began: float, seconds: float | None) -> None:
-    """Rehearse the job. began: on the monotonic clock. seconds: bound on the clock; None: a bound of processor time."""
+    """Rehearse the job. began: start on the monotonic clock. seconds: wall-clock bound; None: bound the processor time."""
     _import_libraries(order.plan)
     from finetune_trainer.processes.forked import ResourceBounds, used_processor_seconds
     from finetune_trainer.rehearsal.run import rehearse

@@ -30,9 +30,9 @@ from finetune_trainer.ranks.start_signs import read_started, remove_start_signs
 from finetune_trainer.roles.rank_guard import LOOK_SECONDS, RankGuard
 
 OUTPUT_TAIL_BYTES = 1 << 18
-"""Bytes at the end of torchrun's own output that are kept in memory, to read its summary."""
+"""Number of bytes at the end of torchrun's own output that are kept in memory, to read the summary there."""
 ANSWERS_BYTES = 4096
-"""Bytes of the agent's answers that may wait to be read; an answer has two."""
+"""Maximum number of bytes of the agent's answers that may wait to be read; an answer has two."""
 AGENT_STOP_SECONDS = SHUTDOWN_SECONDS + 15.0
 """Time that the agent may take to end after SIGTERM; its ranks save for at most `SHUTDOWN_SECONDS`."""
 ENDING_LOOK_SECONDS = 0.05
@@ -61,7 +61,7 @@ class Launch:
 
 
 def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list[str]:
-    """Arguments of torchrun on this node."""
+    """Return the arguments of torchrun on this node."""
     nodes = (launch.nodes or context.plan.parallelism.nodes) if launch.ranks is None else 1
     agent = {
         "--nnodes": nodes,
@@ -94,7 +94,7 @@ def torchrun_arguments(context: RunContext, launch: Launch, pipes: Path) -> list
 
 
 def local_ranks(context: RunContext, launch: Launch) -> range:
-    """Global ranks on this node, by local rank."""
+    """Return the global ranks on this node, by local rank."""
     num_ranks = launch.ranks or context.plan.parallelism.processes_per_node
     return range(launch.node_rank * num_ranks, (launch.node_rank + 1) * num_ranks)
 
@@ -227,7 +227,7 @@ class _OutputLog:
             self._tail = (self._tail + block)[-OUTPUT_TAIL_BYTES:]
             *lines, self._rest = (self._rest + block).split(b"\n")
             show("torchrun", lines)
-            # Keep reading if the claim is full: the agent would block on a pipe without a reader.
+            # If the claim is full, keep reading: the agent would block on a pipe that is not read.
             with suppress(OSError):
                 self._file = self._file or CappedFile(self._path)
                 self._file.write(block)

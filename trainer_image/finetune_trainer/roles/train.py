@@ -1,4 +1,4 @@
-"""The `train` role in each pod: wait for the master's name, run torchrun, report the root cause.
+"""The `train` role in each pod: wait until the master's name resolves, run torchrun, report the root cause.
 
 The rendezvous is static, so torchrun never restarts ranks. A gang of one pod is restarted here by its supervisor, which sees the
 ranks end. The operator restarts larger gangs as a whole.
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 RESOLVE_SECONDS = 600.0
-"""Time that a master's name may stay unknown: its pod may still pull the image, and DNS caches negative answers for half a
-minute.
+"""Time that the master's name may stay unresolved: its pod may still be pulling the image, and DNS caches negative answers for
+half a minute.
 """
 MEMORY_EVENTS = (Path("/sys/fs/cgroup/memory.events"), Path("/sys/fs/cgroup/memory/memory.oom_control"))
 """The kernel's counters for the container's cgroup, in version 2 and in version 1; the first that exists is read."""
@@ -81,7 +81,7 @@ def supervise(context: RunContext, launch: Launch) -> TerminationReport:
 def _report(
     context: RunContext, launch: Launch, exit_status: int, output: str, stopped: threading.Event, *, was_out_of_memory: bool
 ) -> TerminationReport:
-    """The node's report on one run of its ranks."""
+    """Make the node's report on one run of its ranks."""
     role = Role.TRAIN.value
     reports = read_rank_reports(context.workspace.reports(role, context.attempt))
     succeeded = {report.rank for report in reports if report.outcome is Outcome.SUCCEEDED}
@@ -151,7 +151,7 @@ def wait_until_resolved(host: str, stopped: threading.Event, seconds: float = RE
                     f"rendezvous: the master address {host} did not resolve in {seconds:.0f} s ({error}); name the cluster's DNS "
                     "servers in network.dns of the profile; `finetune doctor` tests whether pods reach them"
                 ) from error
-        # Not `stopped.wait`: it could hold its lock when the signal arrives, whose handler needs that lock.
+        # Not `stopped.wait`: it could hold the event's lock when the signal arrives, and the handler needs that lock.
         time.sleep(LOOK_SECONDS)
 
 
@@ -181,7 +181,7 @@ def _log_end(context: RunContext, rank: int) -> str:
 
 
 def kills_for_memory(events: Sequence[Path] = MEMORY_EVENTS) -> int:
-    """How many processes of this container the kernel has killed for lack of memory."""
+    """Return how many processes of this container the kernel has killed for lack of memory."""
     for path in events:
         try:
             counts = dict(line.split() for line in path.read_text().splitlines())

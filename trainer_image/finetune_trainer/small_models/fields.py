@@ -1,4 +1,4 @@
-"""The meaning of each field of a model's configuration, by the names that architectures use for it.
+"""The meaning of the size fields of a model's configuration, whose names differ between architectures.
 
 Only sizes are listed. Other fields do not change, so the small model keeps the model's activation, norm, position encoding,
 biases, scalings and special modules.
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Meaning(Enum):
-    """The quantity that a whole number in a configuration counts."""
+    """The quantity that an integer field of a configuration counts."""
 
     LAYERS = "layers"
     HEADS = "attention heads"
@@ -115,9 +115,9 @@ PERIODS: dict[str, str | None] = {
     "layer_group_size": None,
     "prefix_dense_sliding_window_pattern": None,
 }
-"""Fields that make every n-th layer different -> the field for the first such layer, if there is one."""
+"""Field that makes every n-th layer different -> the field that states the first such layer, or None."""
 EXPLAINED_BY_TYPES = _names("sliding_window_pattern _sliding_window_pattern full_attention_interval no_rope_layer_interval")
-"""Fields that are superfluous if the configuration lists the type of each layer."""
+"""Fields that are redundant if the configuration lists the type of each layer."""
 FIRST_LAYERS = _names("first_k_dense_replace num_dense_layers max_window_layers moe_layer_start_index")
 """Fields that count layers at the start of the model."""
 LAST_LAYERS = _names("num_kv_shared_layers")

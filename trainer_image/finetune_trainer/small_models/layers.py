@@ -21,7 +21,7 @@ from finetune_trainer.small_models.fields import (
 
 FEWEST = 2
 MOST_KINDS = 4
-"""A numeric setting with more different values than this over the layers does not define kinds of layers."""
+"""A per-layer number with more distinct values than this does not distinguish kinds of layers."""
 MOST = 12
 """Maximum number of layers that are kept, even if a kind of layer is lost."""
 
@@ -39,7 +39,7 @@ class KeptLayers:
         return len(self.kept)
 
     def kept_layer_of(self, layer: int) -> int | None:
-        """Return the index of this layer, or of a kept one like it, in the small model; None if the model has no such layer."""
+        """Return the small model's index of this layer, or of a similar kept layer; None if the model has no such layer."""
         if not 0 <= layer < len(self.kinds):
             return None
         if layer in self.kept:
@@ -81,7 +81,7 @@ def choose_layers(config: Mapping[str, Any], of_each_kind: int = 1) -> KeptLayer
 
 
 def cut_layers(config: Mapping[str, Any], layers: KeptLayers) -> dict[str, Any]:
-    """Return the changed values of fields about single layers, reduced to the kept layers."""
+    """Reduce the fields that describe individual layers to the kept layers, and return the fields that change."""
     count = len(layers.kinds)
     changed: dict[str, Any] = {}
     for name, value in config.items():
@@ -123,14 +123,14 @@ def holds_layer_numbers(name: str, value: Any, count: int) -> bool:
 
 
 def _of_layers(name: str, value: Any, count: int) -> list[Any] | None:
-    """Return what a field says about each layer, in order; None if it says nothing about single layers."""
+    """Return what a field says about each layer, in order; None if it says nothing about individual layers."""
     layers = range(count)
     if is_by_layer(name, value):
         return [next((own for key, own in value.items() if int(key) == layer), None) for layer in layers]
     if holds_layer_numbers(name, value, count):
         return [layer in value for layer in layers]
     if is_per_layer(value, count):
-        # If each layer has its own size, each would be a kind of its own, so only zero and other sizes are distinguished.
+        # Layers with many different sizes would each be a kind of their own, so only zero and nonzero are distinguished.
         return [size == 0 for size in value] if _is_size(value) else list(value)
     if name == "attention_types" and isinstance(value, list):
         # GPT-Neo's `[[["global", "local"], 12]]`.

@@ -37,7 +37,7 @@ def find_small_model(plan: RunPlan, config: PreTrainedConfig, described: dict[st
     for shrunken in _candidates(described, trained_token_ids(plan.method)):
         try:
             return shrunken, _build(plan, config, shrunken)
-        except Exception as error:  # noqa: BLE001 - code of any model; another size may work
+        except Exception as error:  # noqa: BLE001 - any model's code; another size may work
             problem = f"{type(error).__name__}: {error}"
             log.info("no small model with %s: %s", [change.text() for change in shrunken.changes], problem)
             first_problem = first_problem or problem
@@ -66,7 +66,7 @@ def _candidates(described: dict[str, Any], named: list[int]) -> Iterator[SmallCo
 
 
 def _build(plan: RunPlan, config: PreTrainedConfig, shrunken: SmallConfig) -> PreTrainedModel:
-    """Build the small model with random float32 weights and test a forward and a backward pass. Raises what its code raises."""
+    """Build the small model with random float32 weights and test a forward and a backward pass. Raises any error of its code."""
 
     def built(seeded: bool) -> PreTrainedModel:
         if seeded:

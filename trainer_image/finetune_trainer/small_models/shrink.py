@@ -1,7 +1,7 @@
 """Scale down the configuration of a model, and list what was changed.
 
 This works on any configuration whose fields have names that `fields` knows, including parts of composite models. Each token that
-the job names keeps a row of its own. The result may fail to build; search.py then calls this again with some fields kept.
+the job names keeps a row of its own. The result may fail to build; search.py then tries again with some fields unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from finetune_trainer.small_models.sizes import has_rope, small_rope, small_size
 
 VOCABULARY = 512
 _ODD = 64
-"""Both vocabulary sizes have the same remainder modulo this, since it matters whether ranks can share rows evenly."""
+"""Both vocabulary sizes have the same remainder modulo this, since it matters whether ranks can divide the rows evenly."""
 _RANDOM = ("dropout", "pdrop", "layerdrop", "jitter", "drop_path")
 """Parts of the names of fields that make training draw random numbers."""
 LOW_THRESHOLD = 7
-"""A number of tokens that short rows exceed."""
+"""A number of tokens that even short rows exceed."""
 _THRESHOLD = re.compile(r"position|window|attention_chunk|floor_scale|seq_len|context|n_ctx")
 """Matches the name of a field that may hold a number of tokens beyond which the model computes differently."""
 _ROPE = ("rope_parameters", "rope_scaling")
@@ -54,7 +54,7 @@ class Tokens:
     moved: Mapping[int, int] = field(default_factory=dict)
 
     def kept_token_of(self, token: int) -> int:
-        """Return the small model's token for `token`. Each token that the configuration or the job names has its own."""
+        """Return the small model's token for `token`. Each token that the configuration or the job names keeps one of its own."""
         if token in self.moved:
             return self.moved[token]
         return token if 0 <= token < self.size else token % self.size
@@ -67,7 +67,7 @@ class SmallConfig:
     config: dict[str, Any]
     changes: tuple[ConfigChange, ...]
     layers: KeptLayers | None
-    """The kept layers of the part that predicts text; None if it keeps all, or has none."""
+    """The kept layers of the part that predicts text; None if that part keeps all of them, or does not state how many it has."""
     tokens: Tokens
 
 
@@ -108,7 +108,7 @@ def shrink(
         for parent in parents:
             target = target[parent]
         target[last] = change.after
-    # A text part that keeps its number of layers keeps every layer and its number, so there is nothing to choose.
+    # If the text part keeps its number of layers, it keeps every layer at its index, so there is nothing to choose.
     has_all_layers = any(part == text and name in _LAYER_FIELDS for part, _, name in (path.rpartition(".") for path in kept))
     layers = None if has_all_layers else choose_layers(parts[text], of_each_kind)
     return SmallConfig(changed, tuple(changes), layers, tokens)
@@ -127,7 +127,7 @@ def without_dropout(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_low_thresholds(config: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """Return the configuration with low thresholds of positions in place of those that rows of `longest` tokens exceed."""
+    """Return the configuration, in which LOW_THRESHOLD replaces each position threshold that rows of `longest` tokens exceed."""
     changed: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

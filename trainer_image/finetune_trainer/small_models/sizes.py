@@ -1,4 +1,4 @@
-"""Small sizes for one part of a model: channels, heads and experts, with the relations that its layers rely on.
+"""Small sizes for one part of a model: channels, heads and experts. They keep the relations that the layers rely on.
 
 Widths of layers stay multiples of 64, because 4-bit quantisation packs blocks of 64 values. A small model keeps these relations
 of the model: heads x channels of a head = channels of the stream, more query heads than key heads, low ranks, shared experts, and
@@ -100,7 +100,7 @@ class _Sizes:
             if small_inner < LEAST_WIDTH:
                 self.small_head_size = min(self.head_size or HEAD_SIZE, LEAST_WIDTH // self.small_heads)
             return min(self.width, self.small_heads * self.small_head_size)
-        # If the heads' channels exceed the width in the original, they also exceed it here; otherwise the width is larger.
+        # If the heads' channels exceed the width in the original model, they do so here; otherwise the width exceeds them.
         return min(self.width, LEAST_WIDTH if inner > self.width and small_inner > LEAST_WIDTH else small_inner + LEAST_WIDTH)
 
     def small(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class _Sizes:
         return changed
 
     def _of_layer(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the small settings of a single layer. If each head has its own keys, that remains so."""
+        """Return the small settings of a single layer. If every query head has its own key head, it keeps one."""
         small = {name: self._field(name, value) if _is_count(value) else value for name, value in own.items()}
         heads = _first(own, Meaning.HEADS)
         if heads is not None and heads == _first(own, Meaning.KEY_VALUE_HEADS):
@@ -137,7 +137,7 @@ class _Sizes:
         return min(value, self._known(name, value, meaning))
 
     def _whole_head_sizes(self) -> set[int]:
-        """Return sizes of heads with low ranks (rotated plus plain channels): the common one and those of single layers."""
+        """Return the sizes of low-rank heads (rotated plus plain channels): the common one, and those of individual layers."""
         rope = _count(self.config.get("qk_rope_head_dim"))
         layers = [own for name, value in self.config.items() if is_by_layer(name, value) for own in value.values()]
         sizes = [_count(part.get("qk_nope_head_dim")) for part in (self.config, *layers) if isinstance(part, Mapping)]
@@ -182,7 +182,7 @@ class _Sizes:
         experts = max(FEWEST_EXPERTS, 2 * chosen)
         groups = min(_first(self.config, Meaning.EXPERT_GROUPS) or 1, EXPERT_GROUPS)
         if groups > 1:
-            # The chosen groups must hold all experts of a token. Each needs two, as some routers rank groups by two scores.
+            # The chosen groups must hold all experts of a token. Each group needs two, as some routers rank groups by two scores.
             experts = groups * max(2, -(-experts // groups), -(-chosen // CHOSEN_GROUPS))
         return experts
 
@@ -230,7 +230,7 @@ def _count(value: Any) -> int | None:
 
 
 def has_rope(config: Mapping[str, Any]) -> bool:
-    """Whether positions are rotary, and not limited by a table."""
+    """Whether positions are rotary, so that no table limits them."""
     return any(config.get(name) for name in ("rope_parameters", "rope_scaling", "rope_theta"))
 
 

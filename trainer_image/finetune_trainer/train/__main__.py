@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def die_with_agent() -> None:
-    """Have the kernel kill this process when its parent ends; the parent ends with torchrun's agent.
+    """Make the kernel kill this process when its parent ends; the parent ends with torchrun's agent.
 
     Raises ThreadsAtForkError if the parent has several threads: a lock that one of them held could stay locked here forever.
     """
@@ -49,7 +49,7 @@ def die_with_agent() -> None:
 
 
 def set_threads() -> None:
-    """Set the number of threads that torchrun asks for. The library that reads the variable was loaded before it was set."""
+    """Set the number of threads that torchrun requests. The library that reads the variable was loaded before torchrun set it."""
     import torch
 
     if number := os.environ.get("OMP_NUM_THREADS"):
@@ -67,5 +67,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__" and (status := main()):
-    # After success this returns, because torchrun waits for the return value of a script that it runs in a fork.
+    # After success, return normally, because torchrun waits for the return value of a script that it runs in a fork.
     end(status)

@@ -1,7 +1,7 @@
 """Convert the final checkpoint to the trained adapter or model, in the formats that PEFT and transformers read.
 
-The export reads the checkpoint's files instead of gathering from ranks. So all kinds of sharding take the same path, and what is
-exported is what was verified. Only rank 0 exports. A whole model is written one tensor at a time, in the layout of merge/plan.py.
+The export reads the checkpoint's files instead of gathering from ranks. So all kinds of sharding take the same path, and exactly
+what was verified is exported. Only rank 0 exports. A whole model is written one tensor at a time, in the layout of merge/plan.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
         if context.plan.method.type is MethodType.FULL:
             _export_model(context, directory, checkpoint, manifest, fixed)
         else:
-            # The description comes from memory, so that the file is compared with what was trained and not with itself.
+            # Describe the tensors in memory, so that the file is later compared with what was trained and not with itself.
             facts[BASE_KEY] = origin_of(context).base_sha256
             facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, directory, checkpoint, manifest, fixed))
         return _write_manifest(directory, facts)
@@ -120,7 +120,7 @@ def _write_chat_templates(context: RunContext, directory: Path) -> None:
 
 
 def _first_values(path: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """The adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other values."""
+    """Return the adapters' first values by stored name. Raises InvariantError if the checkpoint was trained from other values."""
     if file_sha256(path) != manifest.origin.first_values:
         raise InvariantError(f"{path} does not hold the values from which the checkpoint of step {manifest.step} was trained")
     tensors: dict[str, torch.Tensor] = load_file(path)
@@ -156,7 +156,7 @@ def _write_converted(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write a model whose files hold tensors other than its parameters. transformers converts all of them at once in memory."""
+    """Write a model whose stored tensors differ from its parameters. transformers converts all of them in memory at once."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tensors = {name: reader.whole(name).to(dtype) for name in reader.names}
     tensors |= fixed
@@ -166,7 +166,7 @@ def _write_converted(
 
 
 def _tied(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied parameters by their additional names, under which `save_pretrained` also looks for them."""
+    """Return tied parameters by their additional names, under which `save_pretrained` also looks for them."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         name: tensors[first_names[id(parameter)]]
@@ -198,7 +198,7 @@ def write_tensor_by_tensor(
 ) -> None:
     """Write configuration and weights of `model`, which is on the meta device; stored buffers come from `base`.
 
-    trained, fixed: its parameters. dtype: element type of trained parameters in the files; the rest keeps its type in `base`.
+    trained, fixed: its parameters. dtype: element type of trained parameters in the files; all others keep that of `base`.
     Raises InvariantError if a tensor is missing, has another shape or is not finite, CheckpointError, OSError.
     """
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -231,7 +231,7 @@ def write_tensor_by_tensor(
 
 def check_names(stored: Iterable[str], expected: Iterable[str]) -> None:
     """Check that the checkpoint holds exactly the model's parameters. Raises InvariantError."""
-    # Shapes and values are checked later, tensor by tensor. Here only names count, so all get the same empty tensor.
+    # Shapes and values are checked later, tensor by tensor. Only names matter here, so all get the same empty tensor.
     nothing = torch.empty(0)
     check_saved(dict.fromkeys(stored, nothing), dict.fromkeys(expected, (0,)))
 

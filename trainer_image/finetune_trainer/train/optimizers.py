@@ -1,7 +1,7 @@
 """The plan's optimizer over the trainable parameters.
 
-AdamW is torch's fused form on every device: on a CPU it takes a quarter of the time of the other forms, is as close to a
-computation in float64, and gives the same values wherever a tensor is cut. The other optimizers use torch's foreach form, which
+AdamW is torch's fused form on every device: on a CPU it takes a quarter of the time of the other forms, is as close to
+float64 results, and gives the same values wherever a tensor is split. The other optimizers use torch's foreach form, which
 updates all tensors at once.
 """
 
@@ -24,7 +24,7 @@ _SCALE, _DECOUPLED = "learning_rate_scale", "decoupled_weight_decay_rate"
 
 
 def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.Optimizer:
-    """Build an optimizer whose state exists and is zero. Call this after sharding, with all pieces of this rank.
+    """Build an optimizer whose state is already allocated, as zeros. Call this after sharding, with all pieces of this rank.
 
     Raises ConfigError if FSDP 1 has put parameters with different settings into one flat parameter.
     """
@@ -50,12 +50,12 @@ def build_optimizer(pieces: list[ParameterRange], plan: RunPlan) -> torch.optim.
 
 
 def treatment(name: str, shape: tuple[int, ...], plan: RunPlan) -> tuple[float, float]:
-    """Learning rate factor and weight decay of the parameter called `name`."""
+    """Return the learning rate factor and the weight decay of the parameter called `name`."""
     return learning_rate_scale(name, plan.method), plan.training.weight_decay if decays(name, shape) else 0.0
 
 
 def decays(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether weight decay applies to a parameter. As in transformers' Trainer, it spares biases and normalisation weights."""
+    """Whether weight decay applies to a parameter. As in transformers' Trainer, biases and normalisation weights are exempt."""
     *parents, last = name.split(".")
     return not (last == "bias" or (len(shape) <= 1 and _NORMALISATION.search(".".join(parents).lower()) is not None))
 
@@ -69,7 +69,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 class AdamW(torch.optim.AdamW):
     """torch's AdamW, applied to the local tensors of FSDP 2's parameters, which gives the same bits.
 
-    Otherwise torch would work out how to distribute the step for hundreds of tensors, although it is elementwise.
+    Otherwise torch would plan how to distribute the update for hundreds of tensors, although the update is elementwise.
     """
 
     def _init_group(self, group: dict[str, Any], *gathered: list[torch.Tensor]) -> bool:

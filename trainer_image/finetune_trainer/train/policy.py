@@ -24,25 +24,25 @@ LOSS_SCALE_GROWTH_STEPS = 2000
 
 
 def least_row_length(plan: RunPlan) -> int:
-    """Length to which shorter rows are padded: the maximum if layers are compiled for packed rows, which are nearly that long."""
+    """Return the length to pad shorter rows to: the maximum for compiled layers and packed rows, which nearly reach it."""
     return plan.data.max_sequence_length if plan.training.compile and plan.data.packing else 1
 
 
 def warmup_steps(total: int, ratio: float) -> int:
-    """Number of steps in which the rate rises; at least one step is left after them."""
+    """Return the number of steps in which the rate rises; at least one step is left after them."""
     return min(_share(total, ratio), max(total - 1, 0))
 
 
 def _share(total: int, ratio: float) -> int:
-    """Share of the steps, rounded up, ignoring float error: 0.14 of 50 steps is 7, although 50 * 0.14 is slightly more than 7."""
+    """Round a share of the steps up, ignoring float error: 0.14 of 50 steps is 7, although 50 * 0.14 is slightly more than 7."""
     return math.ceil(total * ratio - 1e-9)
 
 
 def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
-    """Learning rate of step `step`, counted from 0. It is not 0 in the first step, so that each step trains.
+    """Return the learning rate of step `step`, counted from 0. It is not 0 in the first step, so that each step trains.
 
     Warm-up: peak * (step + 1) / warm-up steps. Then peak * (m + (1 - m) * `schedule_shape`), with m the minimum ratio. After the
-    warm-up this equals transformers' `get_scheduler`. In the warm-up it is one step ahead, because that starts at 0.
+    warm-up this equals transformers' `get_scheduler`. In the warm-up it is one step ahead, because `get_scheduler` starts at 0.
     """
     warmup = warmup_steps(total, training.warmup_ratio)
     if step < warmup:
@@ -52,7 +52,7 @@ def learning_rate(step: int, total: int, training: TrainingPlan) -> float:
 
 
 def schedule_shape(step: int, num_steps: int, warmup: int, training: TrainingPlan) -> float:
-    """Value of the schedule at `step` of the `num_steps` steps after the warm-up. It starts at 1 and never falls below 0.
+    """Return the schedule's value at `step` of the `num_steps` steps after the warm-up. It starts at 1 and never falls below 0.
 
     With p = step / num_steps: constant 1; linear 1 - p; cosine (1 + cos(pi p)) / 2 (Loshchilov and Hutter, 2017, one period);
     inverse square root sqrt(t / (t + step)) with the time scale t = warm-up steps (Vaswani et al., 2017, section 5.3, as scaled
@@ -79,7 +79,7 @@ def is_evaluation_due(step: int, total: int, plan: EvaluationPlan) -> bool:
 
 
 def after_evaluation(state: RunState, step: int, loss: float, plan: EvaluationPlan) -> tuple[RunState, bool]:
-    """The state after an evaluation, and whether the evaluated model is the best so far.
+    """Return the state after an evaluation, and whether the evaluated model is the best so far.
 
     The base model, evaluated at step 0, does not count, because training cannot export it. Each evaluation is compared with the
     best earlier one, as in transformers' EarlyStoppingCallback: a loss that falls by no more than `min_delta` is a new best, but
@@ -106,12 +106,12 @@ def is_stopped_early(state: RunState, plan: EvaluationPlan) -> bool:
 
 
 def halved_loss_scale(factor: float) -> float | None:
-    """The loss scale to try after an overflow. None: the gradients are too large even without scaling."""
+    """Return the loss scale to try after an overflow; None if the gradients are too large even without scaling."""
     return factor / 2 if factor > UNSCALED else None
 
 
 def next_loss_scale(before: LossScale, used: float) -> LossScale:
-    """The loss scale of the next step. used: the factor with which this step's gradients were finite."""
+    """Return the loss scale of the next step. used: the factor with which this step's gradients were finite."""
     if used != before.factor:
         return LossScale(factor=used)
     if before.steps + 1 < LOSS_SCALE_GROWTH_STEPS:

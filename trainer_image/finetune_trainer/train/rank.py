@@ -31,7 +31,7 @@ def run_launched_rank(context: RunContext, *, node_rank: int, observe_port: int)
         format=f"%(asctime)s %(levelname)s rank {rank} %(name)s %(message)s",
         stream=sys.stderr,
     )
-    # Progress bars redraw themselves with carriage returns, which would make one endless line in a log file.
+    # Progress bars redraw themselves with carriage returns, which would produce one endless line in a log file.
     transformers_logging.disable_progress_bar()
     stop = StopRequest()
     report = run_rank(
@@ -59,10 +59,10 @@ def run_rank(
     init_method: str = ENVIRONMENT,
     stop: StopRequest | None = None,
 ) -> TerminationReport:
-    """Train as this rank and write its report to the workspace. A rank that failed because another did waits before it returns.
+    """Train as this rank and write its report to the workspace. A rank that failed because of another waits before returning.
 
     Call this in the main thread. SIGTERM is handled only after all ranks have joined. Until then it kills the process, which has
-    nothing to save, and might wait for ranks that the same signal has already killed.
+    nothing to save and could otherwise wait for ranks that the same signal has already killed.
     """
     role = Role.TRAIN.value
     directory = context.workspace.reports(role, context.attempt)

@@ -60,7 +60,7 @@ def train(  # noqa: PLR0917 - one place calls it
     """Train to the last step, from the newest valid checkpoint if there is one. Returns facts for rank 0's report.
 
     reached: speeds of this rank's device in the test before the start; None: it was not tested. Raises PreemptedError after a
-    stop request, when the state is saved, and any other TrainerError.
+    stop request, once the state is saved, or any other TrainerError.
     """
     stopwatch = Stopwatch(process_age_seconds())
     loop = _Loop(context, gang, stop, heartbeat)
@@ -104,7 +104,7 @@ class _Loop:
         is_ordered = training.reduction is GradientReduction.ORDERED
         virtual = VirtualRanks(self.plan.parallelism.world_size, gang) if is_ordered else None
         if is_ordered and gang.device.type == "cpu":
-            # With several threads, a product is summed in as many parts, so its bits would depend on their number.
+            # With several threads, a product is summed in that many parts, so its bits would depend on the number of threads.
             torch.set_num_threads(1)
         self.inputs = one_step.StepInputs(
             model=self.model.module,
@@ -138,7 +138,7 @@ class _Loop:
                 log.info("training starts with the parameters of checkpoint %s", start)
 
     def _first_values(self) -> str | None:
-        """Digest of the first values, if adapters start from the base's weights. Normally preflight has computed these values."""
+        """Return the digest of the first values if adapters start from the base's weights. Preflight normally computes them."""
         lora, path = self.plan.method.lora, self.context.workspace.first_values
         if lora is None or not lora.starts_from_base:
             return None
@@ -251,7 +251,7 @@ class _Loop:
     def finish(self, observer: Observer) -> dict[str, str]:
         """Export the result. Returns facts for the report on rank 0, and nothing on other ranks."""
         if self.context.until_step is not None:
-            # Only the state after this step was requested, and it is saved.
+            # Only the state after this step was requested, and it has been saved.
             return observer.facts()
         with observer.during(Activity.CHECKPOINT):
             checkpoint = self.checkpoints.finished()

@@ -50,11 +50,11 @@ class StepBatches:
         )
 
     def _sequences(self, step: int) -> list[int]:
-        """The global batch of a step."""
+        """Return the global batch of a step."""
         return global_batch(step, self._training.global_batch_size, self._training.seed, self.data.num_sequences)
 
     def take(self, step: int, micro_step: int, number: int = 0) -> tuple[Any, float]:
-        """Return this rank's batch of a micro-step and the seconds spent waiting for it. number: round of its virtual ranks."""
+        """Return this rank's batch of a micro-step and the seconds spent waiting for it. number: the virtual rank's round."""
         return self._prefetch.take(step, number * self._training.gradient_accumulation_steps + micro_step)
 
     def _batch(self, step: int, position: int) -> Any:
@@ -70,7 +70,7 @@ class StepTotals:
     """Totals of the forward and backward passes of one step on this rank."""
 
     losses: torch.Tensor
-    """Losses, float64: [N], one for each virtual rank that counts on this rank; [1] without virtual ranks."""
+    """Losses in float64: one for each virtual rank that counts on this rank, or just one without virtual ranks."""
     tokens: int = 0
     squared_document_lengths: int = 0
     data_seconds: float = 0.0
@@ -154,7 +154,7 @@ def optimizer_step(
 
 
 def compute_gradients(inputs: StepInputs, *, step: int, weight: float) -> StepTotals:
-    """Do all forward and backward passes of a step. They add to existing gradients. weight: factor of each term."""
+    """Do all forward and backward passes of a step. They add to existing gradients. weight: factor of each loss term."""
     passes = partial(_passes, inputs, step=step, weight=weight)
     virtual = inputs.batches.virtual
     return passes() if virtual is None else _ordered(passes, inputs.model, virtual)
@@ -165,8 +165,8 @@ def _passes(
 ) -> StepTotals:
     """Do forward and backward passes for each micro-step.
 
-    weight: factor of each term. rank, number: the virtual rank whose part is computed, and its round; unset: this rank's own
-    part. ends_step: whether this is the last round.
+    weight: factor of each loss term. rank, number: the virtual rank whose part is computed, and its round; unset: this rank's
+    own part. ends_step: whether this is the last round.
     """
     model, objective, training, gang = inputs.model, inputs.objective, inputs.training, inputs.gang
     totals = StepTotals(torch.zeros(1, dtype=torch.float64, device=gang.device))
@@ -207,14 +207,14 @@ def _ordered(passes: Callable[..., StepTotals], model: nn.Module, virtual: Virtu
 
 
 def local_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """This rank's part of every gradient. The sharded parts of different ranks do not overlap."""
+    """Return this rank's part of every gradient. The sharded parts of different ranks do not overlap."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     return [gradient for gradient in local if gradient.numel()]
 
 
 def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Sum of the squares of all gradients, in float32."""
+    """Return the sum of the squares of all gradients, in float32."""
     if not gradients:
         return torch.zeros((), device=device)
     norm: torch.Tensor = nn.utils.get_total_norm([gradient.float() for gradient in gradients])
@@ -222,7 +222,7 @@ def squared_norm(gradients: list[torch.Tensor], device: torch.device) -> torch.T
 
 
 class _Clock:
-    """Measures the time that this rank spends computing, from the creation of the clock on."""
+    """Measures the time that this rank spends computing, starting when the clock is created."""
 
     def __init__(self, device: torch.device) -> None:
         self._now = time.thread_time if device.type == "cpu" else time.monotonic
@@ -230,7 +230,7 @@ class _Clock:
         self._started = self._now()
 
     def seconds(self, waited: float) -> float:
-        """Computing time so far. waited: seconds spent waiting for batches, which are not counted."""
+        """Return the computing time so far. waited: seconds spent waiting for batches, which are not counted."""
         return self._now() - self._started - (waited if self._waits_count else 0.0)
 
 
@@ -244,7 +244,7 @@ def held_out_loss(
     autocast: torch.dtype | None,
     after_batch: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean loss over all held-out terms. Leaves the model in training mode. All ranks call this together."""
+    """Return the mean loss over all held-out terms. Leaves the model in training mode. All ranks call this together."""
     rounds = math.ceil(data.num_sequences / (micro_batch_size * gang.world_size))
     terms = objective.num_terms(data, range(data.num_sequences))
     losses = torch.zeros(rounds * gang.world_size, dtype=torch.float64, device=gang.device)
@@ -271,7 +271,7 @@ def _evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def seed_of(seed: int, step: int, micro_step: int, rank: int) -> int:
-    """A 63-bit seed for a forward pass. Similar arguments give unrelated seeds."""
+    """Return a 63-bit seed for a forward pass. Similar arguments give unrelated seeds."""
     text = f"{seed}/{step}/{micro_step}/{rank}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 

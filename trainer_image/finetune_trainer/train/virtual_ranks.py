@@ -1,8 +1,8 @@
 """Virtual ranks: the fixed parts of a global batch, whose gradients are summed in a fixed order on any number of ranks.
 
 With an ordered reduction, the plan's ranks are virtual. A gang may have fewer ranks, each of which computes consecutive virtual
-ranks. The random numbers and computations of a virtual rank depend only on its number, and every rank adds the gradients of all
-in the order of their numbers, so the sum has the same bits for every size of the gang.
+ranks. The random numbers and computations of a virtual rank depend only on its number, and every rank sums the gradients of all
+virtual ranks in the order of their numbers, so the sum has the same bits for every size of the gang.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ class VirtualRanks:
             raise InvariantError(f"{self.gang.world_size} ranks cannot share {self.count} virtual ranks")
 
     def of(self, rank: int) -> range:
-        """The virtual ranks that rank `rank` computes; at least one."""
+        """Return the virtual ranks that rank `rank` computes; at least one."""
         return range(rank * self.count // self.gang.world_size, (rank + 1) * self.count // self.gang.world_size)
 
     @property
     def rounds(self) -> int:
         """Number of rounds, in each of which every rank computes one virtual rank.
 
-        A rank with fewer virtual ranks computes its last one again and drops the result, since all ranks must join in gathering.
+        A rank with fewer virtual ranks computes its last one again and drops the result, since gathering needs all ranks.
         """
         return -(-self.count // self.gang.world_size)
 
     def in_round(self, number: int) -> tuple[int, bool]:
-        """The virtual rank that this rank computes in round `number`, and whether it counts."""
+        """Return the virtual rank that this rank computes in round `number`, and whether its result counts."""
         own = self.of(self.gang.rank)
         return own[min(number, len(own) - 1)], number < len(own)
 
 
 def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Join all gradients as float32 [values], with zeros for parameters that have none, and release the parameters' gradients."""
+    """Join all gradients into a flat float32 tensor, with zeros for parameters without one, and release the originals."""
     parts = []
     for parameter in parameters:
         values = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -59,15 +59,15 @@ def flat_gradients(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 def take_gradients(parameters: Sequence[nn.Parameter], flat: torch.Tensor) -> None:
-    """Set the parameters' gradients, in the parameters' element types, from `flat`, in the order of `flat_gradients`."""
+    """Set the parameters' gradients from `flat`, in the order of `flat_gradients` and in the parameters' element types."""
     for parameter, values in zip(parameters, torch.split(flat, [parameter.numel() for parameter in parameters]), strict=True):
         parameter.grad = values.view(parameter.shape).to(parameter.dtype)
 
 
 def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Tensor:
-    """Add gradients of all virtual ranks in the order of their numbers, with the same bits on every rank and in every gang.
+    """Sum the gradients of all virtual ranks in the order of their numbers; every rank of every gang gets the same bits.
 
-    own: gradients [values] of each virtual rank that counts on this rank, in order, float32. All ranks call this together.
+    own: flat float32 gradients of each virtual rank that counts on this rank, in order. All ranks call this together.
     """
     total = torch.empty_like(own[0])
     world_size = virtual.gang.world_size
@@ -88,7 +88,7 @@ def ordered_sum(own: Sequence[torch.Tensor], virtual: VirtualRanks) -> torch.Ten
 
 
 def summed_in_order(own: Sequence[float], virtual: VirtualRanks) -> float:
-    """Add one float64 value per virtual rank in the order of their numbers. All ranks call this together.
+    """Sum one float64 value per virtual rank, in the order of the ranks' numbers. All ranks call this together.
 
     own: the values of the virtual ranks that count on this rank, in order.
     """

@@ -1,6 +1,6 @@
-"""Recognises adapters and models that other tools have stored in a way that is not PEFT's, and says how to convert them.
+"""Recognises adapters and models that other tools have stored in layouts other than PEFT's, and says how to convert them.
 
-Names of tensors are not repaired while they are read: verification loads the same files with PEFT, which would skip such names.
+Tensor names are not repaired on reading, because verification loads the same files with PEFT, which would skip such tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from finetune_job.methods import INSIDE_PEFT
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 LFS_POINTER = b"version https://git-lfs"
-"""Beginning of a file in Git whose content is in Git LFS and was not fetched."""
+"""Beginning of a Git LFS pointer, a file whose content was not fetched."""
 _PICKLED_ADAPTERS = ("adapter_model.bin", "adapter_model.pt")
 _WRAPPERS = {
     "_orig_mod.": "torch.compile",
@@ -22,7 +22,7 @@ _WRAPPERS = {
     "_checkpoint_wrapped_module.": "activation checkpointing",
     "module.": "DistributedDataParallel",
 }
-"""Text that a wrapper puts into the names of a model's tensors -> the wrapper. The last one is put only at their beginning."""
+"""Text that a wrapper inserts into a model's tensor names -> the wrapper. The last text occurs only at the start of a name."""
 _WITH_ADAPTER_NAME = re.compile(r"\.lora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\.([A-Za-z0-9_-]+)(\.weight|\.bias)?$")
 """Pattern of tensor names that contain the name of the adapter. state_dict() writes such names, save_pretrained() does not."""
 _LORA = re.compile(r"\.lora_(A|B|embedding_A|embedding_B)\b")
@@ -47,11 +47,11 @@ _OTHER_STATES = {
     "*.nemo": f"an archive of NeMo. {_SAVE}",
     "adapter_*.pt": "of torchtune. Save the adapter with a checkpointer for the format of Hugging Face, which writes both files.",
 }
-"""Pattern of a file or directory with the state of a training -> what it is, and what to do."""
+"""Pattern of a file or directory with the state of a training run -> what it is, and what to do."""
 
 
 def no_adapter_file(directory: Path) -> str:
-    """Say why a directory has no weights of an adapter, and what to do."""
+    """Explain why a directory holds no adapter weights, and what to do."""
     for name in _PICKLED_ADAPTERS:
         if (directory / name).exists():
             convert = f"save_file(load({name!r}, weights_only=True), {ADAPTER_FILE!r}, {{'format': 'pt'}})"
@@ -77,7 +77,7 @@ def no_adapter_file(directory: Path) -> str:
 
 
 def foreign_names(path: Path, names: Collection[str]) -> str | None:
-    """Say in what way the names of an adapter's tensors are not PEFT's, and how to convert them; None if they are PEFT's."""
+    """Explain how the names of an adapter's tensors differ from PEFT's, and how to convert them; None if they are PEFT's."""
     if any(_MLX.search(name) for name in names):
         return (
             f"{path}: its tensors have the names of MLX, and are transposed. Fuse the adapter with mlx-lm, or train it with PEFT."
@@ -98,7 +98,7 @@ def foreign_names(path: Path, names: Collection[str]) -> str | None:
     }
     has_base = any(".base_layer." in name for name in repaired) and bool(adapters)
     if has_base or len(adapters) > 1:
-        # A conversion of the names would mix the adapters, or keep weights of the base among those of the adapter.
+        # Converting the names would mix several adapters, or leave weights of the base among those of the adapter.
         content = "weights of the base" if has_base else f"several adapters ({', '.join(sorted(adapters))})"
         return (
             f"{path} holds {content} under the names of a state_dict(). Load it into the PEFT model, and save one adapter: "

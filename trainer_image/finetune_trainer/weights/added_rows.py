@@ -1,6 +1,6 @@
-"""Copies a model's weights, with rows for added tokens in the embeddings.
+"""Copies a model's weights, and adds rows for added tokens to the embeddings.
 
-Files without embeddings become links to the model's own files, or copies of them. Files with embeddings are written tensor by
+Files without embeddings are hard-linked to the model's own files, or copied. Files with embeddings are written tensor by
 tensor, block by block. A new row is the mean of the rows of all known tokens, as in transformers' resize_token_embeddings but
 without noise, so an untrained token is about as likely as other tokens.
 """
@@ -26,7 +26,7 @@ from finetune_trainer.weights.rounding import TORCH_DTYPES
 from finetune_trainer.weights.stored import StoredModel
 
 BLOCK_BYTES = 16 << 20
-"""Number of bytes that are copied or summed at a time."""
+"""Number of bytes to copy or sum at a time."""
 _RESIZED_BIAS = "final_logits_bias"
 
 
@@ -48,7 +48,7 @@ class Vocabulary:
 def vocabulary_of(model: StoredModel, *, saved_whole: Collection[str] | None) -> Vocabulary:
     """Find the tensors that have a row for each token.
 
-    saved_whole: names of modules that an adapter holds whole (it holds only rows of other modules); None: there is no adapter.
+    saved_whole: names of modules that an adapter saves whole (it saves only rows of others); None: there is no adapter.
     Raises UnsupportedBaseError if rows cannot be added.
     """
     parameters = model.vocabulary()
@@ -90,7 +90,7 @@ def _module(path: str) -> str:
 
 
 def written_bytes(checkpoint: Checkpoint, vocabulary: Vocabulary, num_rows: int, directory: Path) -> int:
-    """Return the bytes that the copy takes in the existing `directory`. Files on the same file system become links."""
+    """Return how many bytes the copy takes in the existing `directory`. Unchanged files on its file system become links."""
     changed = {header.file.name for header in vocabulary.tensors.values()}
     device = directory.stat().st_dev
     rows = sum((num_rows - vocabulary.num_rows) * _row_bytes(header) for header in vocabulary.tensors.values())
@@ -148,11 +148,11 @@ def write_with_rows(
 
 
 def link_or_copy(source: BufferedReader, target: Path) -> None:
-    """Link the open file as `target`, or copy it if the file system or the file's owner does not allow a link."""
+    """Hard-link the open file to `target`, or copy it if a link is impossible, for example across file systems."""
     descriptors = os.open("/proc/self/fd", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        # The descriptor names the file, since its path may now lead elsewhere. Python follows this link only if it gets a
-        # directory descriptor.
+        # The descriptor names the file, since the path may now lead elsewhere. Python follows the link in /proc only if it
+        # gets a directory descriptor.
         os.link(str(source.fileno()), target, src_dir_fd=descriptors, follow_symlinks=True)
     except OSError:
         with target.open("wb") as copy:

@@ -35,7 +35,7 @@ def weights_digest(checkpoint: Checkpoint) -> str:
 
 
 def require_base(base: Path, adapter: Path) -> None:
-    """Raise UnsupportedAdapterError if the adapter records that it was trained on other weights than those of `base`."""
+    """Raise UnsupportedAdapterError if the adapter records that it was trained on weights other than those of `base`."""
     recorded = _recorded(adapter)
     if recorded is not None and recorded != weights_digest(read_checkpoint(base)):
         raise UnsupportedAdapterError(
@@ -51,7 +51,7 @@ def base_doubt(base: Path, adapter: Path) -> str | None:
     if not named or _recorded(adapter) is not None:
         return None
     own = read_json(base / CONFIG_FILE).get("_name_or_path")
-    # The cache of the Hub has directories such as models--org--name/snapshots/<commit>.
+    # The Hub's cache has directories such as models--org--name/snapshots/<commit>.
     names = {part.rpartition("--")[2].lower() for part in (*base.absolute().parts, *base.resolve().parts, *Path(str(own)).parts)}
     if Path(named).name.lower() in names:
         return None
@@ -62,7 +62,7 @@ def base_doubt(base: Path, adapter: Path) -> str | None:
 
 
 def _recorded(adapter: Path) -> str | None:
-    # Other tools may have files of this name. If this one cannot be read, nothing is recorded.
+    # Other tools may write files of this name, so a file that cannot be read counts as no record.
     try:
         recorded = read_json(adapter / MANIFEST_FILE).get(BASE_KEY)
     except (MergeError, OSError):

@@ -1,4 +1,4 @@
-"""Errors of reading, merging or writing weights. Each names the tensor, file or field, the reason, and what to do."""
+"""Errors in reading, merging or writing weights. Each names the tensor, file or field, the reason, and what to do."""
 
 from finetune_job.failures import FailureClass
 from finetune_trainer.errors import TrainerError
@@ -35,7 +35,7 @@ class TiedWeightsError(MergeError):
 class AdapterTensorError(MergeError):
     """An adapter tensor is missing, has a wrong shape, changes nothing in the base, or changes what another tensor changes.
 
-    A merge would silently drop trained values.
+    Merging anyway would silently drop trained values.
     """
 
     failure = FailureClass.USER_MODEL

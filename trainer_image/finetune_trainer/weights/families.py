@@ -1,4 +1,4 @@
-"""Names of parameters in the files of each transformers model type, and which parameters share memory.
+"""How each transformers model type names its parameters in files, and which parameters share memory.
 
 Importing transformers takes seconds and hundreds of megabytes, which an ordinary merge should not need. So common types are
 listed here (a test compares them with the library), and the library is imported only for other types.
@@ -35,7 +35,7 @@ class ModelFamily:
     has_transposed_experts: bool = False
     """Whether parameters of experts have the shape (experts, in, out), not (experts, out, in)."""
     part: frozenset[str] | None = None
-    """Parameters of the part that is trained if the files hold more than a text model; otherwise None."""
+    """Parameters of the trained part, if the files hold more than a text model; otherwise None."""
     peft_fuses_experts: bool = False
     """Whether PEFT 0.21 turns adapters of single experts, which older versions saved, into adapters of fused parameters."""
 
@@ -102,7 +102,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "qwen2_moe": ModelFamily(rules=QWEN_EXPERTS),
 }  # fmt: skip
-"""Families by model_type. For types that are not listed, the library is asked (library_family)."""
+"""Families by model_type. Types that are not listed are looked up in transformers (library_family)."""
 
 
 def tie_settings(config: Mapping[str, Any], *, is_tied: bool) -> dict[str, Any]:
@@ -127,12 +127,12 @@ def family_of(config: Mapping[str, Any], stored: Mapping[str, Any]) -> ModelFami
     if model_type in FAMILIES:
         return FAMILIES[str(model_type)]
     family = library_family(config) if model_type else None
-    # If the library does not know the type: without a stored output embedding, the embeddings must be tied.
+    # For a type that the library does not know: without a stored output embedding, the embeddings must be tied.
     return family or ModelFamily(ties_by_default="lm_head.weight" not in stored)
 
 
 def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
-    """Return the family according to the library; None if the library does not know the type, so the model has its own code."""
+    """Return the family according to transformers; None for an unknown type, whose model has its own code."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -153,7 +153,7 @@ def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
     inner = getattr(model, model.base_model_prefix, None)
     return ModelFamily(
         prefix=model.base_model_prefix if inner is not None and inner is not model else "",
-        # If nothing is tied, but a configuration could tie the embeddings, these are the embeddings.
+        # If nothing is tied but config.json could tie the embeddings, this is the pair that it could tie.
         ties=ties or (_embeddings(model) if not config.get(TIE_FIELD) else {}),
         ties_by_default=bool(ties),
         always_tied=bool(ties) and (not can_part or config.get(TIE_FIELD) is False),
@@ -163,7 +163,7 @@ def library_family(config: Mapping[str, Any]) -> ModelFamily | None:
         ),
         part=frozenset(name for name, _ in model.named_parameters(remove_duplicate=False)) if is_part else None,
         has_transposed_experts=any(getattr(module, "is_transposed", False) for module in model.modules()),
-        # This follows from PEFT's own tables.
+        # PEFT decides this by the same tables.
         peft_fuses_experts=_MODEL_TO_CONVERSION_PATTERN.get(model_type) in _MOE_FUSED_TARGETS,
     )
 
@@ -190,7 +190,7 @@ def _ties(model: Any) -> dict[str, str]:
 
 
 def _embeddings(model: Any) -> dict[str, str]:
-    """Return output embedding -> input embedding, which could be tied; empty unless the model has both."""
+    """Return output embedding -> input embedding, a pair that could be tied; empty unless the model has both."""
     names = {id(module): name for name, module in model.named_modules()}
     parts = [names.get(id(module)) for module in (model.get_output_embeddings(), model.get_input_embeddings())]
     return {f"{parts[0]}.weight": f"{parts[1]}.weight"} if None not in parts else {}
@@ -206,7 +206,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _rule(transform: Any) -> NameRule:
-    """Return a WeightTransform of the library as plain data. transformers.core_model_loading defines its fields."""
+    """Convert a WeightTransform, whose fields transformers.core_model_loading defines, to plain data."""
     from transformers.core_model_loading import Concatenate, MergeModulelist, PrefixChange, WeightConverter, WeightRenaming
 
     sources, targets = tuple(transform.source_patterns), tuple(transform.target_patterns)

@@ -18,14 +18,14 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
 }
 """Element type -> integer type of its bits, and a mask of all bits but the sign."""
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
-"""Element type -> bits of infinity. Those of NaN are larger."""
+"""Element type -> bits of infinity. The bits of NaN are larger."""
 _MASKS = re.compile(r"mask|(attn|attention)\.bias$")
-"""Matches names of attention masks, which some models store, with infinity where a token is hidden."""
+"""Matches names of attention masks, which some models store with infinity at masked positions."""
 _BLOCK = 1 << 22
 
 
 def first_not_finite(directory: Path) -> TensorHeader | None:
-    """Return the first tensor of a model with a value that is not finite; None if there is none."""
+    """Return a model's first tensor that holds a non-finite value; None if all values are finite."""
     return next((header for header in read_checkpoint(directory).tensors.values() if not _is_finite(header)), None)
 
 

@@ -31,15 +31,15 @@ DTYPE_BYTES: Mapping[str, int] = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
 }  # fmt: skip
-"""Bytes per element of each dtype that is read. Types of less than a byte, and types only for scales, are refused."""
+"""Bytes per element of each dtype that is read. Types smaller than a byte, and types that only hold scales, are refused."""
 OUTPUT_DTYPES: Mapping[str, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 """Element types of a merged model: torch's name -> the name in headers."""
 
 MAX_HEADER_BYTES = 100_000_000
-"""Maximum size of a header, as in the safetensors library. A file that states a larger size is of another format."""
+"""Maximum size of a header, as in the safetensors library. A file that states a larger size has another format."""
 
 MAX_JSON_BYTES = 256 << 20
-"""Maximum size of a configuration or an index. Of a larger file only a part is read, which is not valid JSON."""
+"""Maximum size of a configuration or an index. Only a part of a larger file is read, and that part is not valid JSON."""
 
 MAX_DIMENSIONS = 64
 """Maximum number of a tensor's dimensions, as in torch."""
@@ -83,7 +83,7 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> list[TensorHeader]:
-    """Return the tensors of one safetensors file, by offset. Raises BrokenCheckpointError if file and header disagree."""
+    """Return the tensors of one safetensors file, sorted by offset. Raises BrokenCheckpointError if file and header disagree."""
     try:
         size = path.stat().st_size
         with open_regular(path) as file:
@@ -163,14 +163,14 @@ def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float:
-    """Decode Infinity, which is a limit in some architectures (Mamba's time steps). Refuse NaN, which is never intended."""
+    """Decode Infinity, which some architectures use as a limit (Mamba's time steps). Refuse NaN, which is never intended."""
     if name == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return float(name)
 
 
 def _tagged(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuse NaN as transformers writes it (JSON has no such value); return other objects unchanged."""
+    """Refuse the object by which transformers encodes NaN, which JSON lacks; return other objects unchanged."""
     if value.get("__float__") == "NaN":
         raise ValueError("NaN is not a value of a setting")
     return value
@@ -231,7 +231,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def _require_all_shards(directory: Path, files: Collection[str]) -> None:
-    """Raise BrokenCheckpointError unless the index names all shards; the model would lack the tensors of other shards."""
+    """Raise BrokenCheckpointError unless the index names all shards; the model would lack the tensors of the others."""
     numbers: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_SHARD_NUMBER.fullmatch, files)):
         numbers.setdefault((match["name"], int(match["count"])), set()).add(int(match["number"]))
@@ -246,7 +246,7 @@ def _require_all_shards(directory: Path, files: Collection[str]) -> None:
 
 
 def unnamed_files(checkpoint: Checkpoint) -> list[str]:
-    """List safetensors files next to a model that do not belong to it, without a copy of the model in another layout."""
+    """List safetensors files next to a model that it does not use, leaving out a copy of the model in another layout."""
     others = (path.name for path in checkpoint.directory.glob("*.safetensors") if not path.name.startswith(OTHER_LAYOUT))
     return sorted(name for name in others if name not in checkpoint.file_bytes and name != ADAPTER_FILE)
 
@@ -254,7 +254,7 @@ def unnamed_files(checkpoint: Checkpoint) -> list[str]:
 def require_all_named(checkpoint: Checkpoint, others: Iterable[str]) -> None:
     """Raise BrokenCheckpointError if the index leaves out a file with tensors of the model.
 
-    Such tensors are further layers: their names differ from known names only in numbers. others: files next to the model.
+    A tensor belongs to the model if its name differs from a known name only in numbers. others: files next to the model.
     """
     kinds = {_NUMBER.sub("N", name) for name in checkpoint.tensors}
     for other in others:

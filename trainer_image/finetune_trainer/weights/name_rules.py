@@ -1,4 +1,4 @@
-"""Rules by which transformers turns names in files into names in the model, applied as its loader applies them.
+"""Rules by which transformers maps names in files to names in the model, applied as by its loader.
 
 The loader, transformers.core_model_loading (5.23), applies all renamings in order, then at most one rule of another kind.
 """
@@ -22,9 +22,9 @@ class Renaming:
 
 @dataclass(frozen=True)
 class ExpertStack:
-    """Stacks matrices of single experts into one parameter (experts, rows, columns); several sources are joined by rows.
+    """Stacks the matrices of single experts into one parameter (experts, rows, columns); several sources are joined by rows.
 
-    sources: regular expressions in which `*.` marks the place of the expert's number.
+    sources: regular expressions in which `*.` stands for the expert's number.
     """
 
     sources: tuple[str, ...]
@@ -34,14 +34,14 @@ class ExpertStack:
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Marks parameters (`targets`) that transformers computes from stored `sources` in a way that is not reversible by part."""
+    """Marks parameters (`targets`) that transformers computes from stored `sources` in a way not reversible part by part."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
     operation: str
     scopes: tuple[str, ...] = ()
     joins_rows: bool = False
-    """Whether the only target consists of the sources, joined by rows in order. It can be read, but not merged into."""
+    """Whether the only target is the sources, joined by rows in order. Such a target can be read, but not merged into."""
 
 
 NameRule = Renaming | ExpertStack | Unreadable
@@ -49,7 +49,7 @@ NameRule = Renaming | ExpertStack | Unreadable
 
 @dataclass(frozen=True)
 class RuleMatch:
-    """The match of a rule in a name."""
+    """The match of a rule in a name: the text around it, and what it matched."""
 
     before: str
     after: str
@@ -85,9 +85,9 @@ def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
     groups = match.groupdict()
     source = next(number for number in range(len(rule.sources)) if groups[f"source{number}"] is not None)
     expert = int(groups[f"expert{source}"]) if isinstance(rule, ExpertStack) else 0
-    # This is the group inside the matching alternative; a target calls it \1.
+    # This is the first group inside the matching alternative, the \1 of a target.
     inner = pattern.groupindex[f"source{source}"] + 1
     group = (match.group(inner) or "") if inner <= pattern.groups else ""
-    # The library replaces the first occurrence of the matched text. With a look-behind, it may come before the match.
+    # The library replaces the first occurrence of the matched text. If a rule looks behind, that may precede the match.
     before, _, after = rest.partition(match.group(0))
     return RuleMatch((scope or "") + before, after, source, expert, group)

@@ -16,7 +16,7 @@ BLOCK_BYTES = 8 << 20
 def read_stored_model(base: Checkpoint, config: Mapping[str, Any]) -> StoredModel:
     """Read the names of a model's parameters. config: content of config.json. Raises BrokenCheckpointError for incomplete files.
 
-    Like transformers, this does not tie stored copies that differ, whatever config.json says (T5 1.1 has a wrong one).
+    Like transformers, this does not tie stored copies that differ, whatever config.json says (that of T5 1.1 is wrong).
     """
     model = StoredModel(base.tensors, config, family_of(config, base.tensors))
     differing = differing_ties(model)

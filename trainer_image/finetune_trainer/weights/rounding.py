@@ -13,7 +13,7 @@ READ_DTYPES = TORCH_DTYPES | {
 }  # fmt: skip
 """All dtypes that are read, by their names in headers: TORCH_DTYPES, and dtypes of indices and masks."""
 FINITE_VALUES = 4 << 20
-"""Number of values that are checked for NaN and infinity at a time; the check takes as much memory as they take in fp32."""
+"""Number of values that are checked for NaN and infinity at a time; the check needs as much memory as these take in fp32."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -1,4 +1,4 @@
-"""Reads and writes a merge's files, never only in part. An OSError is raised again as a StorageError that names the file."""
+"""Reads and writes all bytes of a merge's files. An OSError is re-raised as a StorageError that names the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def translate_os_errors(path: Path, what: str) -> Iterator[None]:
 
 
 def read_some(descriptor: int, target: memoryview, position: int) -> int:
-    """Fill `target` with bytes from `position` on. Return their number, which is smaller only at the end of the file."""
+    """Fill `target` with bytes from `position` on. Return their number: below `len(target)` only at the end of the file."""
     done = 0
     while done < len(target):
         count = os.preadv(descriptor, [target[done:]], position + done)

@@ -1,7 +1,7 @@
-"""Finds where a model's parameters, by their names in transformers and PEFT, are stored in its safetensors files.
+"""Finds where a model's safetensors files store a parameter, given its name in transformers or PEFT.
 
-In: headers, config.json and the rules of the model type (families.py). Out: StoredModel, from which the planner and verify get
-the stored tensors of a parameter.
+Input: headers, config.json and the rules of the model type (families.py). Output: StoredModel, from which the planner and verify
+get the stored tensors of a parameter.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class ExpertPart:
     expert: int
     num_experts: int
     first_row: int
-    """Row of the expert's matrix in the model at which the stored matrix begins; up begins after gate, for instance."""
+    """Row of the expert's matrix in the model at which the stored matrix begins; for instance, up begins after gate."""
     zeros_before: int = 0
-    """Number of zero ranks that PEFT puts before the factors' own when it fuses an adapter of one projection with those of its
-    neighbours.
+    """Number of zero-filled ranks that PEFT puts before the factors' own ranks when it fuses a projection's adapter with those of
+    the other projections.
     """
     zeros_after: int = 0
 
@@ -73,9 +73,9 @@ class StoredParameter:
         return self.parts[0].header.dtype
 
     def expert_parts(self, part: StoredPart) -> tuple[ExpertPart, ...]:
-        """Return which part of an adapter of the whole parameter belongs to each matrix of a stored part, in order.
+        """Return, for each matrix of a stored part in order, the part of the whole parameter's adapter that belongs to it.
 
-        A parameter of two dimensions counts as one expert, as in PEFT.
+        A two-dimensional parameter counts as one expert, as in PEFT.
         """
         if len(self.shape) == 2:
             return (ExpertPart(0, 1, 0),)
@@ -92,11 +92,11 @@ class Tie:
     paths: tuple[str, ...]
     """Paths of the parameters. The first is the parameter to which the library ties the others."""
     stored: tuple[str, ...]
-    """The part of `paths` that the files hold. Their values are equal, because parameters with different values are not tied."""
+    """The subset of `paths` that the files hold. All have equal values, because parameters with different values are not tied."""
 
     @property
     def source(self) -> str:
-        """The path whose stored values all these parameters have."""
+        """The path under which the values of all these parameters are stored."""
         return self.stored[0]
 
 
@@ -134,7 +134,7 @@ class StoredModel:
         self._prefix = f"{family.prefix}." if family.prefix else ""
         self._unreadable: dict[str, Unreadable] = {}
         self._joined: dict[str, dict[int, TensorHeader]] = {}
-        """Parameter that is joined from stored tensors -> the stored tensors, by the number of their source."""
+        """Parameter that is joined from stored tensors -> these tensors, by the index of the source in the rule."""
         text_config = config.get("text_config") or {}
         counts = [source.get(key) for source in (config, text_config) for key in LAYER_COUNT_FIELDS]
         self._num_layers: int | None = next((count for count in counts if isinstance(count, int)), None)
@@ -144,13 +144,13 @@ class StoredModel:
         """Parameters by the model's own paths, in the order of the files."""
         self.ties: tuple[Tie, ...] = self._find_ties(family, differing) if family.is_tied(config) else ()
         self.num_rows: int | None = None
-        """Number of rows of the embeddings if they are larger than in the files, otherwise None; see `with_vocabulary`."""
+        """Number of rows of the embeddings if that is more than in the files, otherwise None; see `with_vocabulary`."""
         self._added: dict[str, StoredPart] = {}
 
     def parameter(self, path: str) -> StoredParameter | None:
         """Return the parameter with this name, possibly stored under the name of a tied parameter; None if the files lack it.
 
-        path: PEFT's name without `base_model.model.`, also as older library versions spell it. Raises UnsupportedBaseError if
+        path: PEFT's name without `base_model.model.`, in any library version's spelling. Raises UnsupportedBaseError if
         transformers computes the parameter from what is stored.
         """
         for candidate in self._spellings(path):
@@ -175,7 +175,7 @@ class StoredModel:
         return parameter.parts[0].header if parameter is not None and is_one_tensor else None
 
     def readable(self, path: str) -> StoredParameter | None:
-        """Return the parameter for reading its values only.
+        """Return the parameter for reading its values, not for merging into it.
 
         The parameter may be joined from several tensors, and a model with its own code may have single experts where transformers
         has a stack. Raises UnsupportedBaseError.
@@ -224,13 +224,13 @@ class StoredModel:
         return grown
 
     def require_readable(self) -> None:
-        """Check that every parameter of the trained model can be read. Raises UnsupportedBaseError naming one that cannot."""
+        """Check that every parameter of the trained model can be read. Raises UnsupportedBaseError for one that cannot."""
         for path in self._unreadable:
             if not self.is_extra(path):
                 self.readable(path)
 
     def path(self, path: str) -> str:
-        """Return the model's own spelling of a parameter's path, as in `parameters` and `ties`; unknown paths do not change."""
+        """Return the model's own spelling of a parameter's path, as in `parameters` and `ties`; an unknown path is unchanged."""
         return next((name for name in self._spellings(path) if name in self.parameters or self.tie(name)), path)
 
     def module(self, path: str) -> str:
@@ -238,7 +238,7 @@ class StoredModel:
         return self._model_path(self._renamed(f"{path}.weight")).removesuffix(".weight")
 
     def is_extra(self, path: str) -> bool:
-        """Whether the trained model does not load this stored parameter: it is for images, or for multi-token prediction."""
+        """Whether the trained model leaves out this stored parameter, for example one for images or multi-token prediction."""
         if self.family.part is not None:
             return path not in self.family.part
         number = _LAYER_NUMBER.search(path)
@@ -317,7 +317,7 @@ class StoredModel:
 def _stack(
     path: str, rule: ExpertStack, headers: Mapping[tuple[int, int], TensorHeader], counts: Collection[int]
 ) -> StoredParameter:
-    """Return one parameter for matrices of single experts. Raises BrokenCheckpointError, which names what is missing or wrong."""
+    """Join matrices of single experts into one parameter. Raises BrokenCheckpointError, which names what is missing or wrong."""
     num_experts = 1 + max(expert for expert, _ in headers)
     sources = range(len(rule.sources))
     missing = next(
