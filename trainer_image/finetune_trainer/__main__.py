@@ -15,11 +15,11 @@ from finetune_trainer.processes.start import die_with, end, keep_bitsandbytes_ou
 from finetune_trainer.termination import run_role
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
-"""Format of a role's log lines. `finetune run` reads them to show what a role is doing or waiting for."""
+"""Format of a role's log lines, which `finetune run` parses to show what a role is doing or waiting for."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Build the parser of the arguments of all roles."""
+    """Build the argument parser for all roles."""
     top = argparse.ArgumentParser(prog="python -m finetune_trainer", description=__doc__)
     top.add_argument("--parent", type=int, help="id of a process; when it ends, so does this one")
     roles = top.add_subparsers(dest="role", required=True)
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def body() -> TerminationReport:
         contexts.append(run_context(arguments))
         role = Role(arguments.role)
-        # Preflight ignores the added tokens' rows that an earlier preflight recorded: the base may have changed since.
+        # Preflight must not use the token rows that an earlier preflight recorded, since the base may have changed.
         context = contexts[0] if role in (Role.FETCH, Role.PREFLIGHT) else contexts[0].with_trained_rows()
         return ROLES[role](context, arguments)
 

@@ -1,6 +1,6 @@
 """Defines preflight's record of the tokens that a job adds to its base model, and adds their rows to the plan.
 
-Their ids are not known until the tokenizer is read, after the plan is frozen. So later roles read them from the workspace.
+The plan is frozen before preflight reads the tokenizer and learns the tokens' ids, so later roles read the ids from this record.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from finetune_trainer.files import TEMPORARY_MARK, read_own, remove_tree
 FIELD = "spec.model.addedTokens"
 _NOT_OURS = "start a new job, and let nothing else write to its workspace"
 MOST_RECORD_BYTES = 1 << 20
-"""Largest size of a record: 256 tokens of 128 characters take some 300 KB if each character is escaped."""
+"""Maximum size of a record. 256 tokens of 128 characters take about 300 KB if each character is escaped."""
 
 
 class AddedTokens(BaseModel):
-    """The record of a base model with added tokens. It is written last, so a model that has it is complete."""
+    """The record of a base model with added tokens. The record is written last, so a model that has one is complete."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     tokens: tuple[AddedTokenPlan, ...]
     ids: tuple[int, ...]
-    """Ids in the order of `tokens`."""
+    """Ids of the tokens, in the order of `tokens`."""
     num_rows: int
     """Number of rows of the embeddings."""
     has_more_rows: bool
-    """Whether the embeddings have more rows than those of the original base."""
+    """Whether the embeddings have more rows than in the original base."""
     embedding: str
     """Last part of the embedding module's path."""
     head: str
     """Last part of the output head's path."""
     separate_head: str | None
-    """The output head if it does not share the embedding's rows, otherwise None."""
+    """Name of the output head; None if the head shares the embedding's rows."""
 
     @model_validator(mode="after")
     def _one_id_each(self) -> Self:
@@ -52,34 +52,34 @@ class AddedTokens(BaseModel):
 
     @property
     def id_of(self) -> dict[str, int]:
-        """Text of each token -> its id."""
+        """Map each token's text to the token's id."""
         return {token.content: number for token, number in zip(self.tokens, self.ids, strict=True)}
 
 
 class BaseOrder(BaseModel):
-    """The inputs for making a base model with added tokens."""
+    """The inputs from which a base model with added tokens is made."""
 
     base: Path
     root: Path
-    """Directory that must contain the targets of the base's links."""
+    """Directory that must contain the targets of all symlinks in the base model."""
     tokens: tuple[AddedTokenPlan, ...]
     allow_remote_code: bool
     saved_whole: tuple[str, ...] | None
-    """Names of modules that the adapter holds whole; None if there is no adapter."""
+    """Names of the modules that are trained whole and saved with the adapter; None if there is no adapter."""
     target: Path
     record: Path
     """Path of the record (AddedTokens), which is written last."""
 
     @classmethod
     def of(cls, plan: RunPlan, **places: Any) -> Self:
-        """Make an order from the plan; `places` are its other fields."""
+        """Make an order from the plan; `places` are the order's other fields."""
         model, method = plan.model, plan.method
         settings = {"tokens": model.added_tokens, "allow_remote_code": model.allow_remote_code}
         return cls(**settings, saved_whole=method.saved_modules if method.trains_adapter else None, **places)
 
 
 def read_added_tokens(path: Path) -> AddedTokens | None:
-    """Read the record; None if it does not exist. Raises ModelError if it is malformed, and OSError."""
+    """Read the record; None if there is none. Raises ModelError if it is malformed, and OSError if it cannot be read."""
     try:
         return AddedTokens.model_validate_json(read_own(path, MOST_RECORD_BYTES))
     except FileNotFoundError:
@@ -89,9 +89,9 @@ def read_added_tokens(path: Path) -> AddedTokens | None:
 
 
 def remove_made(record: Path, target: Path) -> None:
-    """Remove the record, the model, and what a killed process left of them. Raises OSError.
+    """Remove the record, the model with added tokens, and temporary files that a killed process left. Raises OSError.
 
-    The record is removed first, since the model counts as complete while it exists.
+    The record is removed first, since the model counts as complete as long as the record exists.
     """
     remove_tree(record)
     remove_tree(target)
@@ -101,7 +101,7 @@ def remove_made(record: Path, target: Path) -> None:
 
 
 def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int], tokenizer: Any) -> Finding | None:
-    """The finding that the tokenizer already has an added token, or None. vocabulary: text -> id of the tokenizer's tokens."""
+    """Return a finding if the tokenizer already has one of these tokens, else None. vocabulary: token text -> id."""
     ids = {token.content: _known_id(token.content, vocabulary, tokenizer) for token in tokens}
     known = [content for content, number in ids.items() if number is not None]
     if not known:
@@ -118,7 +118,7 @@ def known_token(tokens: Sequence[AddedTokenPlan], vocabulary: Mapping[str, int],
 
 
 def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> int | None:
-    """Id of a known token, or None. The text is also encoded: byte-level vocabularies spell spaces and non-ASCII differently."""
+    """Id of a known token, or None. Encodes the text too: byte-level vocabularies spell spaces and non-ASCII differently."""
     if content in vocabulary:
         return vocabulary[content]
     ids = tokenizer(content, add_special_tokens=False)["input_ids"]
@@ -126,9 +126,9 @@ def _known_id(content: str, vocabulary: Mapping[str, int], tokenizer: Any) -> in
 
 
 def with_trained_rows(plan: RunPlan, added: AddedTokens) -> RunPlan:
-    """The plan that also trains the added tokens' rows of embedding and output head, unless the plan already trains them.
+    """Return the plan, extended to train the added tokens' rows of embedding and output head if it does not do so already.
 
-    Raises ModelError if the record is not about the plan's tokens.
+    Raises ModelError if the record lists tokens other than the plan's.
     """
     if added.tokens != plan.model.added_tokens:
         raise ModelError(f"{FIELD}: preflight's record is about other tokens", _NOT_OURS)

@@ -1,6 +1,6 @@
 """Names the files that belong to a model besides its weights: settings, vocabularies, chat templates, licences and its own code.
 
-The export of a fully fine-tuned model and the merge copy them to the new model. Fetching takes files of the same kinds.
+Both the export of a fully fine-tuned model and the merge copy these files to the new model. Fetch takes files of the same kinds.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _RESULTS = OutputLayout(Path())
 _OWN_RESULTS = frozenset({
     MANIFEST_FILE, _RESULTS.report_data.name, _RESULTS.verification.name, _RESULTS.provenance.name,
 })  # fmt: skip
-"""Results of this product that a base holds if it is a release itself. The new model has its own."""
+"""Files that this product adds to a release, so a base has them if it is a release itself. The new model gets its own."""
 _STALE = re.compile(
     # The configuration and the weight index, which are written with the new weights, and an adapter's configuration.
     r"config\.json|.*\.index\.json|adapter_config\.json"
     # State and metrics of a training run.
     r"|trainer_state\.json|(all|train|eval|predict)_results\.json"
-    # How the base's weights were quantized; the new model's are not.
+    # Quantization of the base's weights; the new model's weights are not quantized.
     r"|(hf_)?quant(ize|ization)?_config\.json"
     r"|readme.*",
     re.IGNORECASE,
@@ -32,7 +32,7 @@ _STALE = re.compile(
 
 
 def companion_files(model: Path) -> list[Path]:
-    """The files in a model's directory that belong to the model besides its weights and its config.json, in order of their names.
+    """List the files in a model's directory that belong to the model, except weights and config.json, sorted by name.
 
     Raises OSError.
     """

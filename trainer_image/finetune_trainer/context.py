@@ -28,12 +28,12 @@ class RunContext:
     claims_root: Path
     attempt: int
     links_lead_to: Path | None = None
-    """Directory that must contain the targets of the base model's links; None: its claim's mount, or the cache that holds it."""
+    """Directory that must contain the targets of the base model's symlinks; None: the base's claim or Hugging Face cache."""
     until_step: int | None = None
-    """Optimizer step after which training stops, with its state saved but no result; None: training runs to its end."""
+    """Optimizer step after which training saves its state and stops without a result; None: training runs to the end."""
 
     def path(self, location: ClaimPath) -> Path:
-        """Path of a location on a mounted claim."""
+        """Return the path of a location on a mounted claim."""
         return self.claims_root / location.claim / location.path
 
     @property
@@ -46,24 +46,24 @@ class RunContext:
 
     @property
     def source_model(self) -> Path:
-        """The model directory that the job names, or the copy that was fetched."""
+        """Directory of the model that the job names, or of the fetched copy."""
         return self.path(self.plan.model.location)
 
     @property
     def base_model(self) -> Path:
-        """The model that is trained, and into which adapters are merged: the source, or preflight's copy with added tokens."""
+        """Directory of the model that is trained and merged with adapters: the source, or preflight's copy with added tokens."""
         return self.workspace.base_with_tokens if self.plan.model.added_tokens else self.source_model
 
     @property
     def base_model_root(self) -> Path:
-        """Directory that must contain the targets of the base model's links."""
+        """Directory that must contain the targets of the base model's symlinks."""
         claim = self.plan.workspace.claim if self.plan.model.added_tokens else self.plan.model.location.claim
         return self.links_lead_to or link_root(self.base_model, self.claims_root / claim)
 
     def with_trained_rows(self) -> RunContext:
-        """This context. If the job adds tokens, its plan also trains their rows.
+        """Return this context or, if the job adds tokens, a copy whose plan also trains the rows of these tokens.
 
-        Raises ModelError if preflight's record of these tokens is missing or malformed; OSError.
+        Raises ModelError if preflight's record of these tokens is missing or malformed, and OSError if it cannot be read.
         """
         if not self.plan.model.added_tokens:
             return self
@@ -104,7 +104,7 @@ def read_plan(path: Path, sha256: str) -> RunPlan:
 
 
 def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
-    """Add the arguments that every role and every rank has."""
+    """Add the arguments that every role and every rank takes."""
     arguments.add_argument("--plan", type=Path, required=True)
     arguments.add_argument("--plan-sha256", required=True)
     arguments.add_argument("--claims-root", type=Path, default=Path(CLAIMS_MOUNT))
@@ -112,7 +112,7 @@ def add_run_arguments(arguments: argparse.ArgumentParser) -> None:
 
 
 def add_until_step(arguments: argparse.ArgumentParser) -> None:
-    """Add the argument that only training programs have."""
+    """Add the argument that only the training programs take."""
     arguments.add_argument("--until-step", type=int, help="end after this optimizer step, with the state saved and no result")
 
 

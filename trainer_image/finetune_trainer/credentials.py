@@ -1,7 +1,7 @@
 """Reads credentials, in a pod only from the files that the kubelet mounts.
 
-On a user's own machine, which has no such mount, credentials come from where each service's tools keep them. A value
-is read when it is needed, lives no longer than the client that uses it, and never appears in a repr.
+On a user's own machine, which has no such mount, credentials come from wherever each service's own tools keep them. A value is
+read when it is needed, lives no longer than the client that uses it, and never appears in a repr.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DOCKER_HUB_KEY = "https://index.docker.io/v1/"
 """Key under which Docker stores the login of Docker Hub."""
 _TOKEN_USER = "<token>"  # noqa: S105 - with this user name, the password is an identity token
 _HELPER_SECONDS = 60.0
-"""Longest time that a credential helper may take. It may ask the user."""
+"""Timeout of a credential helper, in seconds. It leaves time for a helper that prompts the user."""
 _LOGINS_HINT = (
     "spec.output.secretRef must name a Secret of type kubernetes.io/dockerconfigjson, as `kubectl create secret docker-registry` "
     "makes it (on your own machine: `docker login`)"
@@ -45,10 +45,10 @@ class RegistryLogin:
 
 
 class Credentials:
-    """The credentials of a role."""
+    """Looks up the credentials that a role needs."""
 
     def __init__(self, directory: Path) -> None:
-        """directory: the mount of credentials. If it does not exist, this is a user's own machine."""
+        """directory: where credentials are mounted. If it does not exist, this process runs on a user's own machine."""
         self._directory = directory
 
     @property
@@ -56,14 +56,14 @@ class Credentials:
         return not self._directory.is_dir()
 
     def _value(self, file: CredentialFile) -> str | None:
-        """Value in a file, without the newline that editors add; None if it is missing or empty."""
+        """Return the value in a file, without the newline that editors add; None if the file is missing or empty."""
         try:
             return (self._directory / file.path).read_text().strip() or None
         except FileNotFoundError:
             return None
 
     def hub_token(self) -> str | None:
-        """Token for the Hub. On a user's machine it is HF_TOKEN, or the token of `hf auth login`."""
+        """Return the token for the Hub. On a user's machine, it is HF_TOKEN or the token that `hf auth login` stored."""
         if not self._is_local:
             return self._value(HUB_TOKEN)
         from huggingface_hub import get_token
@@ -73,7 +73,7 @@ class Credentials:
     def s3_session(self) -> Session | None:
         """Return boto3's session, or None if requests are not to be signed.
 
-        On a user's machine, it has the credentials that AWS tools find: variables, profiles, single sign-on, the machine's role.
+        On a user's machine, it has the credentials that AWS tools would use: variables, profiles, single sign-on, machine role.
         In a pod, it uses only the Secret, because a node's role is not the user's. Raises ConfigError for wrong settings.
         """
         from boto3.session import Session
@@ -91,11 +91,11 @@ class Credentials:
         return Session(aws_access_key_id=key_id, aws_secret_access_key=secret, aws_session_token=token)
 
     def signing_key(self) -> str | None:
-        """The signing key as PEM; None if nothing is to be signed, which is always so on a user's machine."""
+        """Return the signing key as PEM; None if nothing is to be signed, as is always the case on a user's machine."""
         return None if self._is_local else self._value(SIGNING_KEY)
 
     def registry_login(self, registry: str) -> RegistryLogin | None:
-        """Return the login of a registry; None if there is none. On a user's machine, it is Docker's.
+        """Return the login for a registry; None if there is none. On a user's machine, it comes from Docker's configuration.
 
         Raises DestinationRefusedError if the file of logins is malformed or unreadable, or a credential helper cannot be run.
         """
@@ -111,7 +111,7 @@ class Credentials:
             logins = json.loads(content)
             return (_login_of_helper(registry, logins) if self._is_local else None) or login_for(registry, logins)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError):
-            # The exception's text may contain a part of the file.
+            # The exception is not shown, because its text may quote the file.
             raise DestinationRefusedError(f"{path} holds no logins for registries", _LOGINS_HINT) from None
         except (OSError, subprocess.TimeoutExpired) as error:
             message = f"{path}: a credential helper failed ({type(error).__name__})"
@@ -119,9 +119,9 @@ class Credentials:
 
 
 def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
-    """Ask the registry's credential helper, or else the helper for all registries, as Docker does. None: there is no login.
+    """Ask the registry's credential helper, or else the default helper, as Docker does. Returns None if there is no login.
 
-    Raises ValueError, TypeError, AttributeError, KeyError for malformed documents; OSError, TimeoutExpired.
+    Raises ValueError, TypeError, AttributeError, KeyError for malformed documents; OSError, TimeoutExpired if the helper fails.
     """
     name = (logins.get("credHelpers") or {}).get(registry) or logins.get("credsStore")
     if not name:
@@ -140,7 +140,7 @@ def _login_of_helper(registry: str, logins: Mapping[str, Any]) -> RegistryLogin 
 def login_for(registry: str, logins: Mapping[str, Any]) -> RegistryLogin | None:
     """Find the login of a registry in a dockerconfigjson; None if there is none.
 
-    Docker writes hosts and ports as keys. Older keys are addresses with scheme and path, of which only the host matters. Raises
+    Docker uses host and port as keys. Older keys are URLs with scheme and path, of which only the host matters. Raises
     ValueError, TypeError, AttributeError if the document is malformed.
     """
     entries = logins.get("auths") or {}

@@ -9,9 +9,9 @@ from typing import ClassVar
 from finetune_job.failures import FailureClass
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers of a full file system, an exceeded quota, or a limit on file sizes."""
+"""Values of errno for a full file system, an exceeded quota, or an exceeded limit on file size."""
 REFUSED_WRITES = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Error numbers of a file or file system that may not be written."""
+"""Values of errno for a file or file system that may not be written to."""
 
 
 class TrainerError(Exception):
@@ -76,7 +76,7 @@ class PlanMismatchError(TrainerError):
 
 
 class PreemptedError(TrainerError):
-    """SIGTERM arrived. The state after step `step` is on the workspace."""
+    """The process received SIGTERM. The state after step `step` is saved on the workspace."""
 
     failure = FailureClass.PREEMPTED
 
@@ -106,7 +106,7 @@ class DeviceFaultError(TrainerError):
 
 
 class InvariantError(TrainerError):
-    """A guarantee of this package does not hold. To continue would give a wrong model."""
+    """A guarantee of this package does not hold. Continuing would produce a wrong model."""
 
 
 OUT_OF_DEVICE_MEMORY_HINT = "lower microBatchSize or maxSequenceLength, or set activationCheckpointing: Full"
@@ -117,12 +117,12 @@ _BROKEN_DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink) error|fallen off the bus|device\(s\) is/are busy or unavailable|hardware stack error|\bXid \d+",
     re.IGNORECASE,
 )
-"""Messages of the driver about a device that is broken, lost, or kept busy by another process."""
+"""Matches driver messages about a device that is broken, lost, or kept busy by another process."""
 BROKEN_DEVICE_HINT = "cordon the node and test its device, for example with dcgmi diag"
 
 
 def classify(error: BaseException) -> tuple[FailureClass, str]:
-    """Failure class and hint of any exception. If the exception itself has no class, its chain of causes is searched."""
+    """Return the failure class and hint for any exception. If the exception has no known class, its causes are searched."""
     cause: BaseException | None = error
     while cause is not None:
         failure = _classify_one(cause)

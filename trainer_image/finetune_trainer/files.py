@@ -1,12 +1,12 @@
 """Writes files durably, so that each has either its old content or all of the new, and reads untrusted files.
 
-Anyone who can write to a claim can put links or pipes there. Which of three rules applies depends on whose file it is:
-* files that this product wrote itself are never links (`read_own`, `open_beneath`);
-* links of a model or an adapter may lead only to files below its `link_root` (`links_outside`, `open_within`);
-* all other files are opened without waiting and must be plain files (`open_regular`).
+Anyone who can write to a claim can put links or pipes there. So one of three rules applies, depending on where a file comes from:
+* files that this product wrote itself must not be links (`read_own`, `open_beneath`);
+* links in a model or an adapter may lead only to files below its `link_root` (`links_outside`, `open_within`);
+* all other files are opened without blocking and must be regular files (`open_regular`).
 
-A check before opening would not help, since the path could change in between. So opening itself fails. This module also names
-licence files.
+A check before opening would not help, since the path could change in between; so the open call itself enforces the rule. This
+module also lists licence files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
 MANIFEST_FILE = "manifest.json"
-"""Name of the manifest of a directory of results, with size and SHA-256 of all other files and their origin. Written last."""
+"""Name of a result directory's manifest. It records the origin, size and SHA-256 of all other files, and is written last."""
 HASHING_THREADS = max(1, min(2, (os.cpu_count() or 1) - 1))
 """Number of threads that hash files. One processor is left for the calling thread."""
 HASHED_AT_ONCE = 16 << 20
@@ -34,7 +34,7 @@ TEMPORARY_MARK = ".tmp-"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
 TEMPLATES = "additional_chat_templates"
-"""Directory of further chat templates, such as one for tools, which transformers reads with the tokenizer."""
+"""Directory of additional chat templates, such as one for tool use, which transformers loads with the tokenizer."""
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -46,19 +46,19 @@ TOKENIZER_PATTERNS = (
     "chat_template*",
     f"{TEMPLATES}/*",
 )
-"""Patterns of the names of a model's files that determine how text becomes tokens."""
+"""Glob patterns for the files of a model that determine how text is tokenized."""
 CODE_SUFFIX = ".py"
 OTHER_LAYOUT = "consolidated"
-"""Prefix of a second copy of the weights, which some repositories hold in the layout of their author's own software."""
+"""Name prefix of a second copy of the weights, which some repositories hold in the layout of the author's own software."""
 _COPY_BYTES = 1 << 20
 MOST_OWN_BYTES = 1 << 30
-"""Largest size of a manifest, journal or report. The longest are histories, with some 300 bytes for each training step."""
+"""Maximum size of a file that this product wrote. The largest are histories, with about 300 bytes per training step."""
 LICENCE_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")
-"""Prefixes, in capitals, of a model's licence files. These are fetched with it, and published with what is made from it."""
+"""Upper-case name prefixes of licence files, which are fetched with a model and published with whatever is made from it."""
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a new name in the same directory, marked as temporary."""
+    """Return a unique path in the same directory whose name is marked as temporary."""
     return path.with_name(f"{path.name}{TEMPORARY_MARK}{uuid.uuid4().hex}")
 
 
@@ -81,7 +81,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step that survives a power cut. The directory must exist."""
+    """Write `content` to `path` atomically and durably, replacing any existing file. The directory must exist."""
     temporary = temporary_beside(path)
     try:
         with temporary.open("wb") as file:
@@ -96,7 +96,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove `path` if it exists: a directory with everything below it, a file, or a link itself.
+    """Remove `path` if it exists: a directory with everything below it, a file, or a link (but not its target).
 
     Raises OSError.
     """
@@ -133,7 +133,7 @@ def replacing_directory(final: Path) -> Iterator[Path]:
 
 
 class SpecialFileError(OSError):
-    """A pipe, socket, device, directory or link is in a file's place. Reading it could block, never end, or read another file."""
+    """A pipe, socket, device, directory or link is in place of a file. Reading could block, never end, or read another file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
@@ -142,7 +142,7 @@ class SpecialFileError(OSError):
 
 
 class OutsideError(OSError):
-    """A name or a link leads out of its directory. It was not opened."""
+    """A name or a link leads out of its directory. Nothing was opened."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(errno.EXDEV, why, str(path))
@@ -179,7 +179,7 @@ def open_beneath(root: Path, name: str) -> BufferedReader:
 
 
 def open_within(path: Path, root: Path) -> BufferedReader:
-    """Open the file to which `path` leads, possibly through links, if it is below `root`. Opening itself then follows no link.
+    """Resolve the links in `path` and open the resulting file if it is below `root`. The open call itself follows no links.
 
     Raises OutsideError, SpecialFileError, OSError.
     """
@@ -187,7 +187,7 @@ def open_within(path: Path, root: Path) -> BufferedReader:
 
 
 def inside(path: Path, root: Path) -> PurePosixPath:
-    """The target of `path` relative to `root`, with all links of both followed. Raises OutsideError if it is outside `root`."""
+    """Return `path` relative to `root` after resolving all links in both. Raises OutsideError if it is outside `root`."""
     real, real_root = os.path.realpath(path), os.path.realpath(root)
     target = PurePosixPath(real)
     if not target.is_relative_to(real_root):
@@ -205,10 +205,10 @@ def append_to_own(path: Path) -> int:
 
 
 def link_root(directory: Path, claim: Path | None = None) -> Path:
-    """Directory that must contain the targets of a model's or an adapter's links: the mount of its claim.
+    """Return the directory that must contain the targets of all links in a model or an adapter: the mount of its claim.
 
-    If `directory` is on no claim, it is `directory` itself. For a snapshot in a Hugging Face cache, whose files link to blobs
-    next to the snapshots, it is the model's repository in the cache.
+    Without a claim, this is `directory` itself. For a snapshot in a Hugging Face cache, whose files link to blobs next to the
+    snapshots, this is the model's repository in the cache.
     """
     real, own = Path(os.path.realpath(directory)), Path(os.path.realpath(claim or directory))
     snapshots = (path for path in real.parents if path.name == "snapshots" and path.parent.name.startswith("models--"))
@@ -217,10 +217,10 @@ def link_root(directory: Path, claim: Path | None = None) -> Path:
 
 
 def links_outside(directory: Path, root: Path) -> Iterator[OutsideError]:
-    """Yield an error for each link that leads out of `root`, including `directory` itself. Raises OSError if it cannot be listed.
+    """Yield an error for each link out of `root`, including `directory` itself. Raises OSError if `directory` cannot be listed.
 
-    This protects libraries, which open every file by its path and follow every link. It checks what they open: the entries of the
-    directory and of its directory of templates.
+    This protects libraries, which open every file by its path and follow every link. Only what libraries open is checked: the
+    entries of the directory and of its template directory.
     """
     for path in (directory, *sorted(directory.iterdir()), *sorted(directory.glob(f"{TEMPLATES}/*"))):
         try:
@@ -236,7 +236,7 @@ def copy_within(path: Path, root: Path, target: Path) -> None:
 
 
 def read_own(path: Path, most_bytes: int = MOST_OWN_BYTES) -> bytes:
-    """Read a file that this product wrote to a claim. Raises SpecialFileError for a link, OSError."""
+    """Read a file that this product wrote to a claim. Raises SpecialFileError for a link or a special file, and OSError."""
     with open_regular(path, follow=False) as file:
         content = file.read(most_bytes + 1)
     if len(content) > most_bytes:
@@ -298,16 +298,16 @@ class FileDigests:
                 self._digests[path] = self._threads.submit(file_sha256, path)
 
     def of(self, path: Path) -> str:
-        """The digest of a file, computed once for each path. Raises as `file_sha256` does."""
+        """Return the digest of a file, which is computed only once for each path. Raises as `file_sha256` does."""
         self.begin([path])
         return self._digests[path].result()
 
 
 def tokenizer_files(model: Path) -> list[Path]:
-    """The files in a model's directory that match TOKENIZER_PATTERNS."""
+    """List the files in a model's directory that match TOKENIZER_PATTERNS."""
     return sorted({path for pattern in TOKENIZER_PATTERNS for path in model.glob(pattern) if path.is_file()})
 
 
 def licence_files(model: Path) -> list[Path]:
-    """The licence files in a model's directory."""
+    """List the licence files in a model's directory."""
     return sorted(path for path in model.iterdir() if path.is_file() and path.name.upper().startswith(LICENCE_NAMES))

@@ -1,4 +1,4 @@
-"""Appends to and reads files of JSON lines. A crash may cut off the last line; a full disk may delay lines."""
+"""Appends to and reads files of JSON lines. A crash may truncate the last line; a full disk may delay lines."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from finetune_trainer.files import append_to_own, open_regular
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 1 << 20
-"""Number of bytes that are read if only the end of a file matters: some thousand lines."""
+"""Number of bytes that are read if only the end of a file matters: several thousand lines."""
 
 
 class JsonLines:
-    """An open file of lines. A full disk does not end a run: unwritten lines are kept, and written with the next line."""
+    """An open JSON Lines file. A full disk does not end a run: unwritten lines stay in memory, and are written with the next."""
 
     def __init__(self, path: Path) -> None:
         """Open or create the file. Raises OSError."""
@@ -57,7 +57,7 @@ class JsonLines:
 
 
 def read_lines(text: str) -> list[dict[str, Any]]:
-    """The objects in the text of a file of lines. Lines that are not objects, such as a line that was cut off, are skipped."""
+    """Return the JSON objects in the text of a JSON Lines file. Other lines, such as a truncated one, are skipped."""
     objects = []
     for line in text.splitlines():
         try:
@@ -70,7 +70,7 @@ def read_lines(text: str) -> list[dict[str, Any]]:
 
 
 def last_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in the last TAIL_BYTES of a file; empty if there is no such file. Raises SpecialFileError, OSError."""
+    """Return the objects in the last TAIL_BYTES of a file; empty if there is no such file. Raises SpecialFileError, OSError."""
     try:
         file = open_regular(path)
     except FileNotFoundError:

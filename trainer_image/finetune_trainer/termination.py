@@ -25,7 +25,7 @@ def failure_report(
     *,
     finished_steps: int | None = None,
 ) -> TerminationReport:
-    """The report of an exception. Its step is the one that the exception names, or else `finished_steps`."""
+    """Return the report of an exception. The report's step is the exception's own step or, if it has none, `finished_steps`."""
     failure, hint = classify(error)
     return TerminationReport(
         role=role,
@@ -43,7 +43,7 @@ def failure_report(
 
 
 def exit_code(report: TerminationReport) -> int:
-    """Exit code for a report: 0 for success, otherwise the code of the failure class."""
+    """Return the exit code for a report: 0 for success, otherwise the code of the failure class."""
     if report.outcome is Outcome.SUCCEEDED:
         return 0
     return EXIT_CODES.get(report.failure or FailureClass.INTERNAL, EXIT_CODES[FailureClass.INTERNAL])
@@ -60,7 +60,7 @@ def run_role(
 ) -> int:
     """Run `body`, report how it ended, and return the exit code.
 
-    context: called after `body`. It returns None if the plan was refused; then only the termination log gets the report.
+    context: called after `body`; returns None if the plan was refused, in which case the report goes only to the termination log.
     """
     try:
         report = body()

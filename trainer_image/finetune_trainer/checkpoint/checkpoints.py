@@ -25,14 +25,14 @@ _HINT = (
     "accounts.jsonl and reports next to it, then start again"
 )
 FAILURES_IN_A_ROW = 2
-"""Number of failed saves in a row that end the run. A single periodic save may fail, since there may be room for the next."""
+"""Number of consecutive failed saves that end the run. A single periodic save may fail, since the next may find room again."""
 
 
 class Checkpoints:
     """The checkpoints of one run. All ranks call each method together.
 
-    A thread writes an asynchronous save from a copy in host memory. The checkpoint gets its name at the first step boundary at
-    which all ranks have written, so all collectives stay in the main thread. A kill before that leaves the previous checkpoint.
+    A thread writes an asynchronous save from a copy in host memory. The main thread, which runs all collectives, renames the new
+    checkpoint into place at the first step boundary after all ranks have written. If killed earlier, the run keeps the old one.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Checkpoints:
         first_values: str | None = None,
         is_replicated: bool = False,
     ) -> None:
-        """is_replicated: whether every rank holds whole parameters, so ranks divide what is written."""
+        """is_replicated: whether every rank holds all parameters whole, so that each rank needs to write only its share."""
         self._gang, self._pieces, self._optimizer = gang, pieces, optimizer
         self._written = share(pieces, gang.rank, gang.world_size) if is_replicated else pieces
         self._plan = context.plan.checkpoint
@@ -63,9 +63,9 @@ class Checkpoints:
         """Number of saves that failed in this attempt while training continued."""
 
     def resume(self) -> Manifest | None:
-        """Load the newest valid checkpoint into parameters and optimizer; None if this run has never completed one.
+        """Load the newest valid checkpoint into parameters and optimizer. Returns None if this run has never completed one.
 
-        Raises CheckpointError, also if this run has completed checkpoints but none can be used.
+        Raises CheckpointError if this run has completed checkpoints but none can be used, or if loading fails.
         """
         self._newest = newest_valid(self._root, self._gang, self.origin)
         if self._newest is None:
@@ -78,7 +78,7 @@ class Checkpoints:
         return manifest
 
     def _warn_of_lost_steps(self, step: int) -> None:
-        """Warn if later steps than the resumed checkpoint's were once saved. This never prevents resuming."""
+        """Warn if steps after `step`, from which the run resumes, were once saved. This never prevents resuming."""
         if not self._gang.is_first:
             return
         try:
@@ -96,9 +96,9 @@ class Checkpoints:
             )
 
     def _lost_progress(self, step: int) -> Evidence | None:
-        """Return evidence that a step after this one was saved, or None. Raises OSError."""
+        """Return evidence that a step after `step` was saved, or None. Raises OSError."""
         evidence = recorded_progress(self._workspace)
-        # Records do not name their run: if another run has checkpoints here, they count only if later than its newest one.
+        # Evidence does not name its run. If another run has checkpoints here, only evidence of steps after its newest one counts.
         is_lost = evidence is not None and evidence.step > max(step, newest_foreign_step(self._root, self.origin))
         return evidence if is_lost else None
 
@@ -110,7 +110,7 @@ class Checkpoints:
                 f"{next(iter(unusable.values()))}",
                 _HINT,
             )
-        # Rank 0 reads the evidence, so that all ranks decide alike.
+        # Only rank 0 reads the evidence, so that all ranks make the same decision.
         evidence = self._gang.from_first(self._lost_progress(0) if self._gang.is_first else None, Evidence | None)
         if evidence is not None:
             raise CheckpointError(
@@ -120,12 +120,12 @@ class Checkpoints:
             )
 
     def due(self, step: int, interval_for_losses: float | None = None) -> bool:
-        """Whether the plan requires a checkpoint here; the same on all ranks. All ranks call this once after each step.
+        """Whether the plan requires a checkpoint after this step; the same on all ranks. All ranks call this once per step.
 
-        interval_for_losses: seconds between saves, used if the plan's interval is adaptive.
+        interval_for_losses: best number of seconds between saves, given the attempts lost so far; used if the plan is adaptive.
 
-        A pending save is completed here once all ranks have written. Ranks exchange a message only while a save is pending, or if
-        the interval is in seconds, since then rank 0's clock decides. Raises SaveError.
+        Completes a pending save once all ranks have written. Ranks communicate only while a save is pending, or if the interval
+        is in seconds, since rank 0's clock then decides. Raises SaveError.
         """
         if self._under_way is not None:
             (written,) = self._gang.sum([float(self._under_way.is_done)])
@@ -144,8 +144,8 @@ class Checkpoints:
 
         is_best: keep the checkpoint until there is a better one. is_last: the process ends afterwards, so wait for the save.
 
-        A failed save is logged and counted. Raises SaveError on all ranks for the last save and for the second failure in a row;
-        older checkpoints are unharmed.
+        A failed save is logged and counted. If it is the last save or the second failure in a row, raises SaveError on all
+        ranks; older checkpoints are unharmed.
         """
         self.wait()
         self._latest_save = time.monotonic()
@@ -178,9 +178,9 @@ class Checkpoints:
         return self._newest[1].step if self._newest else None
 
     def finished(self) -> tuple[Path, Manifest] | None:
-        """Wait for a pending save; return the checkpoint to export: the newest, or the best if the plan exports that.
+        """Wait for a pending save, and return the checkpoint to export: the newest or, if the plan says so, the best.
 
-        Raises CheckpointError if the best is damaged, SaveError as `wait` does.
+        Raises CheckpointError if the best one is damaged, and SaveError as `wait` does.
         """
         self.wait()
         best = self._best_step
@@ -200,7 +200,7 @@ class Checkpoints:
         if pending is None:
             return
         if self._plan.asynchronous:
-            # All saves reuse this memory, which is pinned if the copy is from a device.
+            # All later saves reuse this host memory, which is pinned if the copy is from a GPU.
             self._reused = pending.snapshot
         try:
             self._newest = commit_save(self._root, pending, self._gang, self._plan.keep)

@@ -1,6 +1,6 @@
 """Compares the bytes of two checkpoints, trained results or merged models, and describes the first difference.
 
-The files that hold a parameter depend on the number of ranks, so values are compared instead of files. Does not import torch.
+Which files hold a parameter depends on the number of ranks, so values are compared instead of files. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SUFFIX = ".safetensors"
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a tensor that is in one file; `start` is its first element."""
+    """The part of a tensor that one file holds; `start` is the index of the part's first element."""
 
     start: int
     header: TensorHeader
@@ -32,11 +32,11 @@ class _Part:
 
 
 _Tensors = Mapping[str, Sequence[_Part]]
-"""The parts of each tensor, in order."""
+"""Name of each tensor -> the tensor's parts, in order."""
 
 
 def checkpoint_difference(expected: Path, found: Path) -> str | None:
-    """Describe the first difference between two checkpoints, in parameters, optimizer state, or other state for resuming.
+    """Describe the first difference between two checkpoints: in parameters, optimizer state, or other state of the run.
 
     Raises CheckpointError, BrokenCheckpointError, OSError.
     """
@@ -49,7 +49,7 @@ def checkpoint_difference(expected: Path, found: Path) -> str | None:
 
 
 def results_difference(expected: Path, found: Path, names: Sequence[str]) -> str | None:
-    """Describe the first difference between files with these names in two directories; for a file of weights, by tensor.
+    """Describe the first difference between the files with these names in two directories. Weights are compared by tensor.
 
     Raises BrokenCheckpointError, OSError.
     """
@@ -98,7 +98,7 @@ def _first_tensor(expected: _Tensors, found: _Tensors) -> str | None:
 
 
 def _first_element(ours: Iterator[bytes], theirs: Iterator[bytes]) -> int | None:
-    """Return the position of the first byte that differs, or None. Chunks of the two may end at different places."""
+    """Return the position of the first byte that differs, or None. The two iterators may yield chunks of different lengths."""
     position, left, right = 0, b"", b""
     while True:
         left, right = left or next(ours, b""), right or next(theirs, b"")

@@ -1,7 +1,7 @@
 """Finds evidence of a run's progress on the workspace, in case no checkpoint can be read.
 
-A start at step 0 would discard what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints
-are read first: three files, and rank reports of earlier attempts.
+Starting at step 0 would discard what was trained, perhaps only because a directory is unreachable. So other traces of checkpoints
+are read first: three files, and the rank reports of earlier attempts.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from finetune_trainer.json_lines import last_lines
 from finetune_trainer.ranks.reports import read_rank_reports
 
 CHECKPOINT_STEP = "checkpoint_step"
-"""Key in a line of the history for the step of the newest checkpoint that was complete at that time."""
+"""Key in a history line for the step of the newest checkpoint that was complete when the line was written."""
 _STEP_DIGITS = 20
 _NAME_BYTES = 100
-"""Maximum bytes of a checkpoint's name that are read, with room to spare."""
+"""Number of bytes that are read to get a checkpoint's name. Every name is shorter."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Evidence:
 
 
 def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
-    """The evidence with the latest step, or None. Raises OSError if a file cannot be read."""
+    """Return the evidence with the latest step, or None. Raises OSError if a file cannot be read."""
     # An attempt that started after step 0 had resumed from a checkpoint, so its record is evidence of one.
     starts = [line for line in last_lines(workspace.accounts) if line.get("kind") == "started"]
     latest = workspace.checkpoints / LATEST
@@ -50,7 +50,7 @@ def recorded_progress(workspace: WorkspaceLayout) -> Evidence | None:
 
 
 def _reported(workspace: WorkspaceLayout) -> Iterator[Evidence]:
-    """Evidence from reports of ranks that were stopped or finished: they saved their last step, which the history may lack."""
+    """Yield evidence from ranks that were stopped or finished, and so saved their last step, which the history may lack."""
     for attempt in workspace.reports(Role.TRAIN, 0).parent.glob(f"{Role.TRAIN}-*"):
         for report in read_rank_reports(attempt):
             if report.failure is FailureClass.PREEMPTED:

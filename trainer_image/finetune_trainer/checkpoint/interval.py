@@ -1,6 +1,6 @@
-"""Computes how often to save a run that keeps losing attempts.
+"""Computes how often to save checkpoints of a run that keeps losing attempts.
 
-Young (1974) balances the time for saves against the steps that are lost with an attempt. Daly, "A higher order estimate of the
+Young (1974) balances the time that saves take against the steps lost with an attempt. Daly, "A higher order estimate of the
 optimum checkpoint interval for restart dumps" (2006), equation 37, corrects this for frequent losses.
 """
 
@@ -10,10 +10,10 @@ import math
 
 
 def best_interval(save_seconds: float, seconds_between_losses: float) -> float:
-    """The interval in seconds between saves that loses the least time.
+    """Return the number of seconds between saves that loses the least time.
 
-    save_seconds: time that steps wait for a save. seconds_between_losses: the mean, which is also the result if a save takes at
-    least twice as long.
+    save_seconds: how long steps wait for a save. seconds_between_losses: mean time between losses. If a save takes at least twice
+    that mean, the mean is returned.
     """
     if save_seconds >= 2 * seconds_between_losses:
         return seconds_between_losses

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest] | None:
-    """The newest checkpoint that is intact. All ranks share the hashing and get the same result.
+    """Find the newest intact checkpoint. The ranks share the hashing, and all get the same result.
 
     Corrupt, truncated and incomplete checkpoints, and those of other runs, are logged and skipped.
     """
@@ -38,7 +38,7 @@ def newest_valid(root: Path, gang: Gang, origin: Origin) -> tuple[Path, Manifest
 
 
 def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tuple[Manifest | None, list[str]]:
-    """The manifest, or None if the checkpoint is not intact, and the problems; the same on all ranks.
+    """Return the manifest (None if the checkpoint is not intact) and the problems found; both are the same on all ranks.
 
     origin: None accepts a checkpoint of any run.
     """
@@ -55,10 +55,10 @@ def verified_manifest(directory: Path, gang: Gang, origin: Origin | None) -> tup
 
 
 def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, str]:
-    """This run's checkpoints -> the problem of each, newest first; the same on all ranks. Call this if none can be used.
+    """Map each of this run's checkpoints to its problem, newest first; the same on all ranks. Call this if none can be used.
 
-    A checkpoint gets its name last, so a directory with such a name was once complete. It counts as another run's only if its
-    manifest says so: one without a readable manifest might be all that is left of this run's progress.
+    A save ends with a rename, so a directory with a checkpoint's name was once complete. It counts as another run's only if its
+    manifest says so: a directory without a readable manifest might be all that is left of this run's progress.
     """
     unusable: dict[str, str] = {}
     if gang.is_first:
@@ -70,7 +70,7 @@ def unusable_checkpoints(root: Path, gang: Gang, origin: Origin) -> dict[str, st
 
 
 def newest_foreign_step(root: Path, origin: Origin) -> int:
-    """Step of the newest checkpoint of a run that learns something else; 0 if there is none. Ranks need not call it together."""
+    """Step of the newest checkpoint whose run learns something else; 0 if there is none. Ranks need not call this together."""
     for directory in checkpoint_directories(root):
         if isinstance(_manifest_problem(directory, origin), ForeignCheckpointError):
             return checkpoint_step(directory.name) or 0
@@ -78,7 +78,7 @@ def newest_foreign_step(root: Path, origin: Origin) -> int:
 
 
 def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSError | None:
-    """Return the error of reading a checkpoint's manifest; None if it can be read and is of this run."""
+    """Return the error raised by reading a checkpoint's manifest; None if the manifest is readable and belongs to this run."""
     try:
         read_manifest(directory, origin)
     except (CheckpointError, OSError) as error:
@@ -89,7 +89,7 @@ def _manifest_problem(directory: Path, origin: Origin) -> CheckpointError | OSEr
 def load(directory: Path, manifest: Manifest, ranges: list[ParameterRange], optimizer: torch.optim.Optimizer) -> None:
     """Load parameters and optimizer state of these ranges, and check that nothing is left out.
 
-    Call this before the first forward pass, after which FSDP 2 may keep old gathered weights. Raises CheckpointError if the
+    Call this before the first forward pass, since FSDP 2 may keep gathered weights after it. Raises CheckpointError if the
     checkpoint does not cover a range.
     """
     check_kind(optimizer, manifest.optimizer)
@@ -109,8 +109,8 @@ def load(directory: Path, manifest: Manifest, ranges: list[ParameterRange], opti
 def load_start(directory: Path, gang: Gang, ranges: list[ParameterRange], origin: Origin) -> None:
     """Load the trained parameters of another run's checkpoint into these ranges, without the optimizer state.
 
-    origin: that of the run, with its first values. Call this before the first forward pass. Raises CheckpointError on all ranks
-    if the checkpoint is incomplete or does not fit.
+    origin: this run's own, including its first values. Call this before the first forward pass. Raises CheckpointError on all
+    ranks if the checkpoint is incomplete or does not fit.
     """
     manifest, problems = verified_manifest(directory, gang, None)
     if manifest is None:

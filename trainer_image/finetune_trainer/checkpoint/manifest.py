@@ -1,10 +1,10 @@
 """Names inside the checkpoint directory, and the manifest that proves that a checkpoint is complete and undamaged.
 
-step-0000000100/             complete by its name alone
+step-0000000100/             complete, as the name alone shows
     rank-00000.safetensors   one per rank
     manifest.json            written last: files, sizes, digests, and which range of which parameter is where
 step-0000000200.tmp-<uuid>/  being written, or left by a killed run
-latest                       name of the newest complete checkpoint; loading scans instead, and reads it only if nothing is found
+latest                       name of the newest complete checkpoint; loading scans the directory, and uses this only as evidence
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class FileEntry(ManifestModel):
 
 
 class LossScale(ManifestModel):
-    """The factor on the loss, and for how many steps in a row no gradient has overflowed with it."""
+    """The loss scale, and the number of consecutive steps in which no gradient has overflowed at this scale."""
 
     factor: float
     steps: int = 0
 
 
 class RunState(ManifestModel):
-    """State of a run, besides tensors, that a resumed run needs."""
+    """The state, other than tensors, that a resumed run needs."""
 
     initial_eval_loss: float | None = None
     eval_loss: float | None = None
@@ -76,7 +76,7 @@ class RunState(ManifestModel):
     best_step: int | None = None
     evaluations_without_improvement: int = 0
     loss_scale: LossScale | None = None
-    """The loss scale of the next step; None if no loss was scaled yet."""
+    """The loss scale of the next step; None if no loss has been scaled yet."""
 
 
 class Origin(ManifestModel):
@@ -92,11 +92,11 @@ class Origin(ManifestModel):
     base_sha256: str | None = None
     """Digest of the base's weights (weights/base_identity.py); None if its directory was missing."""
     method: dict[str, Any] = {}
-    """Settings that give the parameters their meaning, besides names and shapes."""
+    """Settings that, besides names and shapes, determine what the parameters mean."""
 
 
 class OptimizerEntry(ManifestModel):
-    """The optimizer state of each trainable parameter."""
+    """Describes the optimizer state, which has the same form for each trainable parameter."""
 
     name: str
     tensors: list[str]
@@ -110,7 +110,7 @@ class Manifest(ManifestModel):
 
     version: Literal[1] = 1
     step: int
-    """Number of optimizer steps that were done."""
+    """Number of completed optimizer steps."""
     optimizer: OptimizerEntry
     origin: Origin
     world_size: int
@@ -121,7 +121,7 @@ class Manifest(ManifestModel):
 
     def encode(self) -> bytes:
         """Encode as canonical JSON that includes its own digest, so that any changed byte is detected."""
-        # If empty, these fields are left out, as in earlier releases, which did not have them.
+        # Earlier releases did not have these fields, so they are left out if they are empty.
         later = Origin.model_fields.keys() - {"learning_sha256", "data_hash"}
         left_out = {"origin": {name for name in later if not getattr(self.origin, name)}}
         body = self.model_dump(mode="json", exclude=left_out)
@@ -141,9 +141,9 @@ def decode_manifest(encoded: bytes) -> Manifest:
 
 
 def read_manifest(directory: Path, origin: Origin | None) -> Manifest:
-    """Read the manifest of a checkpoint of this run and data; check the sizes of files, but not digests. Raises CheckpointError.
+    """Read a manifest, and check that it belongs to this run and data, and that the file sizes match. Raises CheckpointError.
 
-    origin: None accepts a checkpoint of any run.
+    origin: None accepts a checkpoint of any run. The digests of the files are not checked here.
     """
     try:
         manifest = decode_manifest(read_own(directory / MANIFEST))

@@ -13,11 +13,11 @@ from finetune_trainer.files import TEMPORARY_MARK, remove_tree
 
 log = logging.getLogger(__name__)
 FEWEST_KEPT = 2
-"""Minimum number of checkpoints that are kept, since the next crash may damage the newest."""
+"""Minimum number of checkpoints to keep, since the next crash may damage the newest."""
 
 
 def checkpoint_directories(root: Path) -> list[Path]:
-    """Directories that have the name of a checkpoint, latest step first."""
+    """List the directories whose names are those of checkpoints, latest step first."""
     if not root.is_dir():
         return []
     steps = [(step, path) for path in root.iterdir() if (step := checkpoint_step(path.name)) is not None]
@@ -25,10 +25,10 @@ def checkpoint_directories(root: Path) -> list[Path]:
 
 
 def outdated(manifests: Mapping[int, Manifest | None], keep: int) -> list[int]:
-    """The steps whose checkpoints to remove. manifests: by step; None: the checkpoint is damaged.
+    """Return the steps of the checkpoints to remove. manifests: step -> manifest, or None if the checkpoint is damaged.
 
-    All steps before the newest `keep` valid ones are removed; with fewer valid ones, nothing is removed. A best checkpoint that a
-    kept one names stays, because a resumed run may have to export it.
+    All checkpoints older than the newest `keep` valid ones are removed; if fewer are valid, none is removed. A checkpoint that a
+    kept manifest names as the best also stays, because a resumed run may have to export it.
     """
     newest_first = (manifests[step] for step in sorted(manifests, reverse=True))
     valid = [manifest for manifest in newest_first if manifest is not None][: max(keep, FEWEST_KEPT)]
@@ -39,7 +39,7 @@ def outdated(manifests: Mapping[int, Manifest | None], keep: int) -> list[int]:
 
 
 def prune(root: Path, keep: int, origin: Origin) -> None:
-    """Remove outdated checkpoints. A directory is renamed first, so that a partly removed one never counts as a checkpoint."""
+    """Remove outdated checkpoints. Each directory is renamed first, so that a partly removed one never counts as a checkpoint."""
     directories = {step: path for path in checkpoint_directories(root) if (step := checkpoint_step(path.name)) is not None}
     for step in outdated({step: _manifest(path, origin) for step, path in directories.items()}, keep):
         doomed = directories[step].with_name(f"{directories[step].name}{TEMPORARY_MARK}removed")
@@ -49,7 +49,7 @@ def prune(root: Path, keep: int, origin: Origin) -> None:
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed runs left half-written. This is safe, since only one attempt of a job runs at a time."""
+    """Remove incomplete directories that killed attempts left. This is safe, since only one attempt of a job runs at a time."""
     if root.is_dir():
         for path in root.glob(f"*{TEMPORARY_MARK}*"):
             log.info("removing %s, which was left incomplete", path.name)

@@ -1,8 +1,8 @@
-"""Writes a checkpoint: temporary directory, a file per rank, manifest, rename, `latest`. Then removes old checkpoints.
+"""Writes a checkpoint: temporary directory, one file per rank, manifest, rename, `latest`. Then removes old checkpoints.
 
-A thread writes a rank's state durably: from a copy in host memory if training continues meanwhile, otherwise directly, a few
-megabytes at a time. It does not use the safetensors library, whose save hides error numbers, keeps the GIL, and would need a
-second pass for the digest.
+On each rank, a thread writes the state durably: from a copy in host memory if training continues meanwhile, otherwise directly,
+a few megabytes at a time. The safetensors library is not used, because its save function hides error numbers, holds the GIL, and
+would need a second pass for the digest.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CLAIM = "the claim that holds the workspace"
 _UNHARMED = "the older checkpoints are unharmed"
 _NAMES_OF_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _CHUNK_BYTES = 16 << 20
-"""Bytes that are hashed and then written at a time, so that they are still cached when they are written."""
+"""Number of bytes that are hashed and then written at a time. They are still in the processor's cache when they are written."""
 _ALIGNMENT = 8
 _Failure = tuple[str, int | None]
 """Message and error number of a rank's error, in the form that ranks send to each other."""
@@ -61,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that `begin_save` has begun and `commit_save` will complete: one rank's file is being written."""
+    """A save that `begin_save` has started and `commit_save` will complete; meanwhile, a thread writes this rank's file."""
 
     temporary: Path
     unfinished: Manifest
@@ -90,7 +90,7 @@ def begin_save(
     reused: Snapshot | None = None,
     is_copied: bool = True,
 ) -> PendingSave:
-    """Begin to write the state after optimizer step `step`. All ranks call this together.
+    """Start writing the state after optimizer step `step`. All ranks call this together.
 
     reused: an earlier snapshot, whose memory is reused. is_copied: whether to write a copy, so that training may continue;
     otherwise `commit_save` must follow at once. Raises SaveError on all ranks.
@@ -116,7 +116,7 @@ def begin_save(
 
 
 def commit_save(root: Path, pending: PendingSave, gang: Gang, keep: int) -> tuple[Path, Manifest]:
-    """Wait for all files and give the checkpoint its name. All ranks call this together. Returns its directory and manifest.
+    """Wait for all files, and rename the checkpoint into place. All ranks call this together. Returns directory and manifest.
 
     A kill at any moment leaves either no checkpoint of this step or a complete one. Raises SaveError on all ranks.
     """
@@ -155,7 +155,7 @@ def _write(path: Path, snapshot: Snapshot, outcome: list[FileEntry | BaseExcepti
 
 def _publish(temporary: Path, final: Path, manifest: Manifest) -> None:
     write_durably(temporary / MANIFEST, manifest.encode())
-    # A checkpoint with this name was refused while loading, since the run would have resumed from a valid one.
+    # If a checkpoint with this name exists, it was refused while loading: the run would have resumed from a valid one.
     remove_tree(final)
     publish_directory(temporary, final)
 
@@ -226,7 +226,7 @@ def take_snapshot(
 
 
 def write_rank_file(path: Path, snapshot: Snapshot) -> FileEntry:
-    """Write a snapshot durably; returns the file's entry for the manifest. Raises OSError."""
+    """Write a snapshot durably, and return the file's entry for the manifest. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("xb", buffering=0) as file:
         for part in _parts(snapshot.tensors):
@@ -251,7 +251,7 @@ def _header(tensors: Mapping[str, torch.Tensor]) -> memoryview:
 
 
 def _parts(tensors: Mapping[str, torch.Tensor]) -> Iterator[memoryview]:
-    """Yield header and values in small parts, so that host memory holds only a few of a device's values."""
+    """Yield the header and the values in small parts, so that only a few of a GPU's values are in host memory at a time."""
     yield _header(tensors)
     for tensor in tensors.values():
         values = tensor.view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Finds the checkpoint of another run whose trained parameters this run starts with. Does not import torch.
+"""Finds the other run's checkpoint whose trained parameters this run starts from. Does not import torch.
 
-The two jobs may learn different things, but their parameters must have the same names, shapes and meaning: the same base, method,
+The two runs may learn different things, but their parameters must have the same names, shapes and meaning: the same base, method,
 scaling, added tokens and first values.
 """
 
@@ -22,7 +22,7 @@ START_HINT = f"name a whole checkpoint of a job with the same base model and met
 
 
 def start_directory(context: RunContext) -> Path | None:
-    """Directory of the checkpoint that `startFrom` names; None if unset. Raises CheckpointError for a link out of its claim."""
+    """Directory of the checkpoint in `startFrom`; None if unset. Raises CheckpointError if a link leads out of the claim."""
     location = context.plan.training.start_from
     if location is None:
         return None
@@ -34,7 +34,7 @@ def start_directory(context: RunContext) -> Path | None:
 
 
 def origin_of(context: RunContext, data_hash: str = "", first_values: str | None = None) -> Origin:
-    """The origin that checkpoints of this run name. Raises BrokenCheckpointError."""
+    """Return the origin that checkpoints of this run record. Raises BrokenCheckpointError."""
     method = context.plan.method
     settings: dict[str, Any] = {"type": method.type.value}
     if method.lora is not None:
@@ -54,9 +54,9 @@ def origin_of(context: RunContext, data_hash: str = "", first_values: str | None
 
 
 def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], origin: Origin) -> str:
-    """The reason why a run that trains parameters of these names and shapes cannot start from the checkpoint; empty if it can.
+    """Return the reason why a run with these trained parameters cannot start from the checkpoint; empty if it can.
 
-    origin: that of the run.
+    trained: name -> shape of each parameter. origin: this run's own.
     """
     stored = {entry.name: tuple(entry.shape) for file in manifest.files for entry in file.pieces}
     other = sorted(stored.keys() ^ trained.keys())
@@ -72,7 +72,7 @@ def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tup
         return f"{directory} holds rows of other added tokens, or in another order: {names[0]}; here {names[1]}"
     if None not in (there.base_sha256, origin.base_sha256) and there.base_sha256 != origin.base_sha256:
         return f"{directory} was trained on another base model: the digests of the weights differ"
-    # Checkpoints of earlier releases do not have the settings, but they have first values if these are subtracted from the base.
+    # Checkpoints of earlier releases lack these settings, but record first values if these were subtracted from the base.
     if (there.first_values is not None) is not (origin.method.get("init_lora_weights") is not None):
         has = "from first values of the base model (PiSSA or OLoRA)" if there.first_values else "from zero"
         return f"{directory} was trained {has}, and spec.method.lora.initLoraWeights of this job says otherwise"

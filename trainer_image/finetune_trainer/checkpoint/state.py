@@ -1,7 +1,7 @@
 """The content of a checkpoint: the flat ranges of trainable parameters that this rank holds, and their optimizer state.
 
 All kinds of sharding used here cut parameters into contiguous ranges of their row-major values, so they share one format, which
-any world size can read. Optimizer state is created before the first step, so that a load can fill it.
+any world size can read. Optimizer state is created before the first step, so that loading can fill it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_trainer.errors import CheckpointError, InvariantError
 from finetune_trainer.ranks.gang import Gang
 
 PARAMETER = "param"
-"""Kind of a parameter's own values; for tensors of optimizer state, the kind is the optimizer's name for them."""
+"""Kind of a parameter's own values. The kind of an optimizer state tensor is the optimizer's name for it."""
 STEP = "step"
 """Name of the step count in the state of optimizers that have one."""
 WRAPPER_PREFIX = "_fsdp_wrapped_module."
@@ -39,15 +39,15 @@ class ParameterRange:
     start: int
     stop: int
     holder: nn.Parameter
-    """The parameter that the optimizer knows."""
+    """The parameter object that the optimizer updates."""
     offset: int
 
     def values(self, kind: str, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """A writable 1-dimensional view, on its device, of this piece of the parameter or of one of its state tensors."""
+        """Return a writable 1-dimensional view of this range of the parameter or of one of its state tensors, on its device."""
         return self.parameter_values() if kind == PARAMETER else self._part(optimizer.state[self.holder][kind])
 
     def parameter_values(self) -> torch.Tensor:
-        """A writable 1-dimensional view, on its device, of this piece of the parameter."""
+        """Return a writable 1-dimensional view of this range of the parameter, on its device."""
         return self._part(self.holder.detach())
 
     def _part(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class ParameterRange:
 
 
 def share(ranges: Iterable[ParameterRange], rank: int, world_size: int) -> list[ParameterRange]:
-    """Divide ranges that every rank holds: return the parts that this rank writes, so that ranks write each value once."""
+    """Divide ranges that every rank holds: return the parts that this rank writes, so that each value is written once."""
     return [
         replace(piece, start=first, stop=last, offset=piece.offset + first - piece.start)
         for piece in ranges
@@ -67,7 +67,7 @@ def share(ranges: Iterable[ParameterRange], rank: int, world_size: int) -> list[
 
 
 def pieces(model: nn.Module, *, frozen: bool = False) -> list[ParameterRange]:
-    """This rank's ranges of all trainable parameters, also empty ones, sorted by name. frozen: include frozen parameters."""
+    """Return this rank's range of each trainable parameter, even if empty, sorted by name. frozen: include frozen parameters."""
     if isinstance(model, FullyShardedDataParallel):
         ranges = list(_flat_ranges(model))
     else:
@@ -98,7 +98,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             continue
         flat = handle.flat_param
         prefix = f"{unit_name}.".replace(WRAPPER_PREFIX, "") if unit_name else ""
-        # torch 2.15 keeps the places of parameters in a flat parameter only in private attributes.
+        # torch 2.15 keeps the positions of parameters within a flat parameter only in private attributes.
         names, shapes, originals = flat._fqns, flat._shapes, flat._params or [None] * len(flat._fqns)  # noqa: SLF001
         for fqn, shape, info, original in zip(names, shapes, flat._shard_param_infos, originals, strict=True):  # noqa: SLF001
             holder = original if original is not None else flat
@@ -106,7 +106,7 @@ def _flat_ranges(model: FullyShardedDataParallel) -> Iterator[ParameterRange]:
             if not info.in_shard:
                 yield ParameterRange(name, tuple(shape), 0, 0, holder, 0)
                 continue
-            # The optimizer has either the flat parameter, in which this range has an offset, or a view of exactly this range.
+            # The optimizer holds either the flat parameter, in which this range has an offset, or a view of exactly this range.
             offset = 0 if original is not None else info.offset_in_shard
             yield ParameterRange(name, tuple(shape), info.intra_param_start_idx, info.intra_param_end_idx + 1, holder, offset)
 
@@ -120,7 +120,7 @@ def check_complete(shapes: dict[str, tuple[int, ...]], ranges: Iterable[Paramete
 
 
 def state_form(optimizer: torch.optim.Optimizer) -> StateForm:
-    """The form of this optimizer's state. Raises InvariantError for an optimizer that is not known here."""
+    """Return the form of this optimizer's state. Raises InvariantError for an unknown optimizer."""
     name = type(optimizer).__name__
     if name not in list(OptimizerName):
         raise InvariantError(f"checkpoints do not support the state of {name}")
@@ -144,9 +144,9 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
-    """The manifest's entry for the optimizer, from its state.
+    """Return the manifest's entry for the optimizer, made from the optimizer's state.
 
-    Raises InvariantError if a parameter's state has missing or surplus tensors or other shapes, or if step counts differ.
+    Raises InvariantError if a parameter's state lacks tensors, has extra ones or wrong shapes, or if step counts differ.
     """
     form = state_form(optimizer)
     expected = {*form.tensors, *([STEP] if form.is_counted else [])}
@@ -166,7 +166,7 @@ def optimizer_entry(optimizer: torch.optim.Optimizer) -> OptimizerEntry:
 
 
 def agreed_optimizer_entry(optimizer: torch.optim.Optimizer, gang: Gang) -> OptimizerEntry:
-    """The manifest's entry for the optimizer on all ranks. A rank that holds no element of any parameter has no step count.
+    """Return the manifest's entry for the optimizer on all ranks. A rank that holds no parameter elements has no step count.
 
     All ranks call this together. Raises InvariantError if they are at different steps, and as `optimizer_entry` does.
     """
@@ -186,7 +186,7 @@ def check_kind(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
 
 
 def restore_count(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> None:
-    """Set every parameter's step count. Raises InvariantError if the state is then not as the manifest says."""
+    """Set every parameter's step count. Raises InvariantError if the resulting state does not match the manifest."""
     for parameter in _parameters(optimizer):
         if entry.step is not None:
             optimizer.state[parameter][STEP].fill_(entry.step)

@@ -18,9 +18,9 @@ from finetune_trainer.network.object_store import FAILURES, refusal, status_of
 from finetune_trainer.network.retry import TransientError
 
 RANGE_BYTES = 16 * 1024**2
-"""Bytes per request. Several requests at once make an object store fast."""
+"""Bytes per request. Object stores are fast only with several requests in flight."""
 RANGES_AT_ONCE = 4
-"""Number of requests in flight for one file. With eight files at once, they hold half a gibibyte."""
+"""Number of requests in flight for one file. With eight files at once, their answers take half a gibibyte of memory."""
 
 
 class BucketPrefix:
@@ -34,7 +34,7 @@ class BucketPrefix:
         self._shown = f"{field}: s3://{place.bucket}/{place.prefix}"
 
     def files(self) -> list[RemoteFile]:
-        """The object with the place's name, or else all objects below that prefix. Raises TransientError, TrainerError."""
+        """Return the object that the place names, or else all objects below that prefix. Raises TransientError, TrainerError."""
         try:
             single = self._single()
             if single is not None:
@@ -62,7 +62,7 @@ class BucketPrefix:
             answer = self._store.head_object(Bucket=self._place.bucket, Key=key)
         except ClientError as error:
             if status_of(error) in DENIED | ABSENT:
-                # The read may be denied, or the name may be only a prefix. The listing that follows reports an error.
+                # Reading may be denied, or the name may be only a prefix. The listing that follows reports any error.
                 return None
             raise
         return self._remote_file(key, answer["ContentLength"], answer.get("ETag"), key.rpartition("/")[2])
@@ -75,7 +75,7 @@ class BucketPrefix:
         return RemoteFile(path=path, size=size, version=tag, address=key)
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
-        """Yield the bytes from `offset` on, while the next ranges are requested. Raises TransientError, TrainerError."""
+        """Yield the bytes from `offset` on, requesting the next ranges ahead of time. Raises TransientError, TrainerError."""
         ahead: deque[Future[bytes]] = deque()
         executor = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="range")
         try:

@@ -28,16 +28,16 @@ class HubRepository:
     def __init__(
         self, place: HubPath, revision: str, *, token: str | None, endpoint: str | None, field: str, refusal: type[TrainerError]
     ) -> None:
-        """field: the manifest's field for the source. refusal: error to raise if it does not exist or access is denied."""
+        """field: the manifest's field for the source. refusal: error to raise if the source is missing or access is denied."""
         self._place, self._revision, self._token, self._refusal = place, revision, token, refusal
         self._kind = "dataset" if place.is_dataset else "model"
         self._shown = f"{field}: {self._kind} {place.repository} at {revision}"
-        # False means no token; None would mean the token of a login in the home directory.
+        # False means no token; None would mean the token that a login stored in the home directory.
         self._api = HfApi(endpoint=endpoint, token=token or False)
         get_session().timeout = httpx2.Timeout(SILENCE_SECONDS)
 
     def files(self) -> list[RemoteFile]:
-        """The files below the named path. Raises TransientError, TrainerError."""
+        """List the files below the named path. Raises TransientError, TrainerError."""
         try:
             return call_hub(lambda: [self._remote_file(entry) for entry in self._entries()])
         except HfHubHTTPError as error:
@@ -81,7 +81,7 @@ class HubRepository:
             with get_session().stream("GET", url, headers=headers, follow_redirects=True) as response:
                 if response.status_code >= httpx2.codes.BAD_REQUEST:
                     raise self._failure(response)
-                # A server may send the whole file although only its end was requested; then its beginning is skipped.
+                # A server may send the whole file although only its end was requested. The beginning is then skipped.
                 skip = offset if response.status_code == httpx2.codes.OK else 0
                 for chunk in response.iter_bytes():
                     if skip < len(chunk):

@@ -17,7 +17,7 @@ from finetune_trainer.files import CODE_SUFFIX, LICENCE_NAMES, OTHER_LAYOUT, TEM
 from finetune_trainer.network.retry import TransientError
 
 MODEL_SUFFIXES = SETTINGS_SUFFIXES | {".safetensors", ".md"}
-"""Suffixes of weights, settings, tokenizers, chat templates and the model card, but not of formats that can contain code."""
+"""Suffixes of weights, settings, tokenizers, chat templates and the model card. Formats that can contain code are left out."""
 _MAX_NAME_BYTES = 255
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\\]")
 
@@ -27,7 +27,7 @@ class DigestKind(StrEnum):
 
     SHA256 = "sha256"
     GIT_BLOB = "git-blob"
-    r"""SHA-1 of `blob <size>\\0` and the bytes: git's name for a file outside large file storage."""
+    r"""SHA-1 of `blob <size>\\0` followed by the bytes: git's object id for a file that is not in large file storage."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,10 @@ class RemoteFile:
 
 
 class RemoteSource(Protocol):
-    """A source. Both methods raise TransientError for failures that may pass, and TrainerError for final ones."""
+    """Interface of a source. Both methods raise TransientError for temporary failures, and TrainerError for permanent ones."""
 
     def files(self) -> list[RemoteFile]:
-        """The files of the source, in any order."""
+        """List the files of the source, in any order."""
         ...
 
     def read(self, file: RemoteFile, offset: int) -> Iterator[bytes | memoryview]:
@@ -67,7 +67,7 @@ class RemoteSource(Protocol):
 
 
 def path_problem(path: str) -> str | None:
-    """The reason why a listed path is not a valid path below the target; None if it is."""
+    """Return the reason why a listed path is not a valid path below the target; None if it is valid."""
     if not path or path.startswith("/"):
         return "is not relative"
     if _CONTROL.search(path):
@@ -81,7 +81,7 @@ def path_problem(path: str) -> str | None:
 
 
 def listing_problem(files: Sequence[RemoteFile]) -> str | None:
-    """The reason why these files cannot be stored in one directory; None if they can."""
+    """Return the reason why these files cannot be stored in one directory; None if they can."""
     paths: set[str] = set()
     for file in files:
         problem = path_problem(file.path)
@@ -98,7 +98,7 @@ def listing_problem(files: Sequence[RemoteFile]) -> str | None:
 
 
 def model_files(files: Sequence[RemoteFile], *, allow_remote_code: bool) -> list[RemoteFile]:
-    """The files that a model needs. Files in subdirectories are left out, except chat templates and, if allowed, code."""
+    """Select the files that a model needs. Leaves out files in subdirectories, except chat templates and, if allowed, code."""
     taken = [file for file in files if _belongs_to_model(PurePosixPath(file.path), allow_remote_code)]
     # Weights in their author's own layout are fetched only if there are no others.
     doubled = {file.path for file in taken if _is_weight(file) and file.path.startswith(OTHER_LAYOUT)}
@@ -107,12 +107,12 @@ def model_files(files: Sequence[RemoteFile], *, allow_remote_code: bool) -> list
 
 
 def has_weights(files: Sequence[RemoteFile]) -> bool:
-    """Whether there are weights among the files."""
+    """Whether any of the files holds weights."""
     return any(map(_is_weight, files))
 
 
 def data_files(files: Sequence[RemoteFile]) -> list[RemoteFile]:
-    """The files that can be read as records."""
+    """Select the files that can be read as records."""
     return [file for file in files if file.path.lower().endswith(KNOWN_EXTENSIONS) and not _is_hidden(file.path)]
 
 
@@ -151,7 +151,7 @@ class WrongBytesError(TransientError):
 
 
 def source_unavailable(message: str) -> SourceUnavailableError:
-    """The error that ends a fetch after too many failed requests."""
+    """Return the error that ends a fetch after too many failed requests."""
     return SourceUnavailableError(
         message,
         "another attempt continues where this one stopped; check the network access out of the cluster and the endpoints of the "

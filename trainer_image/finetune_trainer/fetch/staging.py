@@ -38,7 +38,7 @@ class FetchedFile(BaseModel):
 
 
 class FetchManifest(BaseModel):
-    """A source at the time when it was fetched."""
+    """The files of a source as they were when they were fetched."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     source: str
@@ -61,7 +61,7 @@ def write_manifest(target: Path, manifest: FetchManifest) -> None:
 
 
 def read_manifest(target: Path) -> FetchManifest | None:
-    """The manifest of a target; None if it is missing or damaged."""
+    """Read the manifest of a target; None if it is missing or damaged."""
     try:
         return FetchManifest.model_validate_json(read_own(manifest_path(target)))
     except (OSError, ValidationError):
@@ -69,7 +69,7 @@ def read_manifest(target: Path) -> FetchManifest | None:
 
 
 def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
-    """The manifest, if the target holds exactly the bytes that were fetched for this item; otherwise None."""
+    """Return the manifest if the target holds exactly the bytes that were fetched for this item; otherwise None."""
     manifest = read_manifest(target)
     if manifest is None or (manifest.source, manifest.revision) != (item.source, item.revision):
         return None
@@ -84,7 +84,7 @@ def verified_fetch(target: Path, item: FetchItem) -> FetchManifest | None:
 
 
 class FetchStaging:
-    """The directory of one source's files until all are complete."""
+    """The directory that holds one source's files until all of them are complete."""
 
     def __init__(self, target: Path) -> None:
         self.root = target.with_name(f"{target.name}{TEMPORARY_MARK}fetch")
@@ -93,7 +93,7 @@ class FetchStaging:
         self._known: dict[str, FetchedFile] = {}
 
     def open(self, listed: Sequence[RemoteFile]) -> None:
-        """Create the directories, read what earlier attempts completed, and remove what belongs to no listed file."""
+        """Create the directories, read which files earlier attempts completed, and remove what belongs to no listed file."""
         if self.root.is_symlink():
             self.root.unlink()
         for directory in (self.files, self._partial):
@@ -118,7 +118,7 @@ class FetchStaging:
         return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
     def complete(self, file: RemoteFile) -> FetchedFile | None:
-        """The file that an earlier attempt completed, if it is unchanged here and at the source; otherwise None."""
+        """Return the file that an earlier attempt completed if it is unchanged here and at the source; otherwise None."""
         known, path = self._known.get(file.path), self.files / file.path
         if known is None or (known.version, known.size) != (file.version, file.size) or not path.is_file():
             return None
@@ -150,5 +150,5 @@ class FetchStaging:
         self.discard()
 
     def discard(self) -> None:
-        """Remove the directory."""
+        """Remove the staging directory."""
         shutil.rmtree(self.root, ignore_errors=True)

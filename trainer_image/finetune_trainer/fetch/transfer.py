@@ -23,19 +23,19 @@ from finetune_trainer.fetch.staging import FetchedFile, FetchStaging
 from finetune_trainer.network.retry import Retries, RetryPolicy, StoppedError, TransientError
 
 SYNC_BYTES = 64 * 1024**2
-"""Number of bytes between two fsyncs. A power cut can lose this much of a file that is being written."""
+"""Number of bytes between two fsyncs. A power cut loses at most this much of a file that is being written."""
 PROGRESS_BYTES = 1024**2
-"""Number of bytes that a failed request must have brought to count as progress."""
+"""Number of bytes that a failed request must have transferred to count as progress."""
 WRONG_BYTES_LIMIT = 3
-"""Number of times that a complete file arrives with wrong bytes before the fetch ends."""
+"""Number of times that a file may arrive complete but with a wrong digest; the last of them ends the fetch."""
 _READ_BYTES = 1024**2
 
 
 def resume_point(length: int, sync_bytes: int) -> int:
-    """Number of bytes of a partial file of this length that are certainly on the disk.
+    """Return how many bytes of a partial file of this length are certainly on the disk.
 
     Bytes after a multiple of `sync_bytes` are written only once everything before that multiple is durable. So everything up to
-    the last multiple before the end is durable. (If the end is a multiple itself, its fsync may not have happened.)
+    the last multiple before the end is durable. (If the end itself is a multiple, the fsync there may not have happened.)
     """
     return max(length - 1, 0) // sync_bytes * sync_bytes
 
@@ -100,7 +100,7 @@ class _PartialFile:
         self._file.truncate()
 
     def seal(self) -> str:
-        """Make the bytes durable and return their SHA-256. Raises WrongBytesError and drops them if they are not as listed."""
+        """Make the bytes durable and return their SHA-256. If the digest is wrong, drops them and raises WrongBytesError."""
         self._sync()
         announced, sha256 = self._remote.digest, self._sha256.hexdigest()
         digest = self._git.hexdigest() if self._needs_git else sha256
@@ -119,14 +119,14 @@ class TransferOptions:
     stop: threading.Event
     """Event that is set when the transfer of another file has failed."""
     received: Callable[[int], None]
-    """Function called with the number of bytes of each piece that arrived."""
+    """Function to call with the size in bytes of each piece that arrives."""
     sync_bytes: int = SYNC_BYTES
 
 
 def fetch_file(remote: RemoteSource, file: RemoteFile, staging: FetchStaging, options: TransferOptions) -> FetchedFile:
-    """Fetch one file.
+    """Fetch one file, unless an earlier attempt has completed it.
 
-    Raises SourceUnavailableError, StoppedError, OSError, and final errors of the source.
+    Raises SourceUnavailableError, StoppedError, OSError, and the source's permanent errors.
     """
     complete = staging.complete(file)
     if complete is not None:

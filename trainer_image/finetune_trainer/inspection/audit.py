@@ -1,7 +1,7 @@
 """Checks that the parts of a run belong together: plan, records, data, base model, checkpoints, results. Does not import torch.
 
-Only digests are compared. They show what was changed or replaced later, unless all digests that depend on it were also changed.
-Such a change shows when steps are computed again, as `finetune audit` does with the parts found here.
+Only digests are compared. They reveal a later change unless all digests that depend on the changed part were changed too. Such
+a change shows only when steps are computed again, as `finetune audit` does with the parts found here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KeptCheckpoint:
 
 @dataclass(frozen=True)
 class RunParts:
-    """The parts of a run that can be computed again and compared, and the findings."""
+    """The findings, and the parts of a run that can be computed again and compared."""
 
     findings: tuple[Finding, ...]
     checkpoints: tuple[KeptCheckpoint, ...]
@@ -70,7 +70,7 @@ def inspect_run(context: RunContext) -> RunParts:
 
 
 def not_proven(field: str, value: str, message: str, fix: str) -> Finding:
-    """A finding that something cannot be checked. It is not evidence for or against the run."""
+    """Return a finding that something cannot be checked, which is evidence neither for nor against the run."""
     return audit_finding("audit-not-proven", field=field, value=value, message=message, fix=fix)
 
 
@@ -90,7 +90,7 @@ def _plan_differs(path: Path, value: str, message: str) -> Finding:
 
 
 def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, list[Finding]]:
-    """The hash of the prepared data (None if the data is not what was prepared), and findings about it and its source files."""
+    """Return the prepared data's hash (None if the data has changed), and findings about the data and its source files."""
     prepared = context.workspace.prepared
     try:
         manifest = shards.read_manifest(prepared)
@@ -103,7 +103,7 @@ def _data(context: RunContext, report: ModelReport | None) -> tuple[str | None, 
     for source, known in zip(planned, manifest.get("inputs", {}).get("sources", []), strict=False):
         place = context.path(source.location)
         for name, sha256 in known["files"]:
-            # For a single file, the manifest of the data has only its suffix, so the path is that of the source.
+            # If the source is a single file, the data manifest holds only the file's suffix, so the source's path is used.
             path = place / name if place.is_dir() else place
             if not path.is_file():
                 message = f"{path} is gone, so its records are not compared"
@@ -190,7 +190,7 @@ def _result(context: RunContext) -> tuple[int | None, list[Finding]]:
 
 
 def result_differs(path: Path, message: str) -> Finding:
-    """The finding that the run's result differs."""
+    """Return the finding that the run's result differs."""
     return audit_finding("audit-result-differs", field=path.name, message=f"{path} {message}")
 
 

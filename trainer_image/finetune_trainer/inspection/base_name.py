@@ -1,4 +1,4 @@
-"""Finds the base's name for an adapter, by which `AutoPeftModel.from_pretrained` loads the base. Does not import torch."""
+"""Finds the base's name to record in an adapter. `AutoPeftModel.from_pretrained` uses this name. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NAME = "_name_or_path"
 """Key under which transformers records where a saved model had been loaded from."""
 GUESSED = "adapter-base-guessed"
 _OF_A_RUN = re.compile(r"(outputs?|results|runs|saves|checkpoints|models|data|tmp)/.*|.*/checkpoint[-_]?\d+", re.IGNORECASE)
-"""Matches relative paths to which training programs write. On the Hub, anyone may register such a name."""
+"""Matches relative paths that training programs write to. Such a path can look like a Hub name, which anyone could register."""
 
 
 def base_name(planned: str, directory: Path) -> str:
-    """The base's name for adapter_config.json. planned: the plan's `model.name`. directory: the base model's."""
+    """Return the base's name for adapter_config.json. planned: the plan's `model.name`. directory: that of the base model."""
     return planned if _is_hub_name(planned) else _name_in_config(directory) or planned
 
 
 def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
-    """A warning if the manifest does not give the base's name on the Hub: config.json may name the base's own base."""
+    """Return a warning if the job does not give the base's Hub name, since config.json may name the model it was tuned from."""
     if _is_hub_name(planned):
         return None
     name = _name_in_config(directory)
@@ -49,7 +49,7 @@ def adapter_base_problem(planned: str, directory: Path) -> Finding | None:
 
 
 def _is_hub_name(name: str) -> bool:
-    # re.match with $ would allow a line break at the end.
+    # re.match with $ would accept a trailing line break.
     return re.fullmatch(HUB_NAME_PATTERN, name) is not None
 
 

@@ -1,6 +1,6 @@
 """Checks the files of the model directory: that they exist, are complete and safe to open. Weights are read only for digests.
 
-Called by preflight before any library opens files of the directory. There is one finding for each broken file.
+Preflight calls this before any library opens files of the directory. There is one finding for each broken file.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from finetune_trainer.weights.headers import (
 )
 
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-"""Suffixes of files that can run any code when they are loaded."""
+"""Suffixes of files that can run arbitrary code when they are loaded."""
 _PARSED_ELSEWHERE = frozenset({CONFIG_FILE, INDEX_FILE, "tokenizer.json", "vocab.json"})
-"""Files that other code checks. The tokenizer's library, which reads the large ones, also refuses NaN."""
+"""Files that other code checks. The tokenizer library, which reads the large ones, also refuses NaN."""
 COPY_AGAIN = "copy the file to the claim again"
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-"""Keys of the number of layers in configurations. Each layer has its own weights."""
+"""Keys under which configurations give the number of layers. Each layer has its own weights."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def inspect_model_files(directory: Path, address: str, claim: Path | None = None
 
 
 def _broken_json(directory: Path) -> list[Finding]:
-    """Findings about settings files, which are published with the results, that some programs cannot read: they may hold NaN."""
+    """Return findings about settings files that some programs cannot read, as with NaN. They are published with the results."""
     findings = []
     for name in sorted(set(MAX_BYTES) & {path.name for path in directory.glob("*.json")} - _PARSED_ELSEWHERE):
         try:
@@ -109,7 +109,7 @@ def _broken_json(directory: Path) -> list[Finding]:
 
 
 def file_digests(directory: Path) -> dict[str, str]:
-    """SHA-256 of configuration and weight files, from the manifest of a fetched model, or else computed."""
+    """Return the SHA-256 of configuration and weight files, from the manifest if the model was fetched, or else computed."""
     manifest = read_manifest(directory)
     known = {file.path: file.sha256 for file in manifest.files} if manifest is not None else {}
     names = (CONFIG_FILE, *read_checkpoint(directory).file_bytes)
@@ -117,7 +117,7 @@ def file_digests(directory: Path) -> dict[str, str]:
 
 
 def _weight_files(directory: Path, address: str, findings: list[Finding]) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the safetensors files; and tensor -> file from the index, if there is one."""
+    """Return the names of the safetensors files and, if there is an index, its map from tensors to files."""
     single, index_path = directory / SINGLE_FILE, directory / INDEX_FILE
     if single.exists() and index_path.exists():
         message = f"holds both {SINGLE_FILE} and {INDEX_FILE}: libraries differ in which of the two they read"

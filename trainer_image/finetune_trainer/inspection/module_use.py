@@ -33,7 +33,7 @@ from finetune_trainer.small_models.shrink import SmallConfig, with_low_threshold
 
 log = logging.getLogger(__name__)
 ROWS, LENGTH = 8, 16
-"""Size of the batch: enough tokens for a router of any width to use each expert, but few for a loop over tokens."""
+"""Size of the batch: enough tokens for a router of any width to use each expert, but few enough for code that loops over them."""
 _UNTRACKED = "bias"
 """Name of parameters that adapters and quantization do not change, so it does not matter which modules read them."""
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -52,7 +52,7 @@ class ModuleUse:
     gives_tensor: bool = True
     """Whether the module returned a single tensor each time it was called."""
     is_handed_to: tuple[str, ...] = ()
-    """Fused kernels (`package.function`) that get the module's weight if the package is installed, which is the case here."""
+    """Fused kernels (`package.function`), of packages that are installed here, that would get the module's weight."""
 
     @property
     def is_bypassed(self) -> bool:
@@ -74,7 +74,7 @@ class ModuleUses:
         self._anywhere = {name: _combined(uses) for name, uses in anywhere.items()}
 
     def of(self, name: str) -> ModuleUse | None:
-        """The use of a module, by its name in the full model; None if the small model has no such module."""
+        """Return the use of a module, given its name in the full model; None if the small model has no such module."""
 
         def kept(layer: re.Match[str]) -> str:
             number = self._layers.kept_layer_of(int(layer[0])) if self._layers is not None else None
@@ -85,7 +85,7 @@ class ModuleUses:
 
 
 def _without_inner_numbers(name: str) -> str:
-    """The name without numbers after that of the layer: all experts of a layer work alike, only with different tokens."""
+    """Replace numbers after the layer's by `*`: the experts of a layer work alike, and differ only in the tokens they get."""
     layer = _NUMBER.search(name)
     return name if layer is None else name[: layer.end()] + _NUMBER.sub("*", name[layer.end() :])
 
@@ -109,7 +109,7 @@ class ObservedUse:
     """A small model and the observed use of its modules."""
 
     model: PreTrainedModel
-    """The model with random weights in float32, without dropout. Its short rows exceed the thresholds that the job's rows do."""
+    """The model with random float32 weights and no dropout. Thresholds on positions are low, so its short rows exceed them."""
     uses: ModuleUses
 
 
@@ -136,7 +136,7 @@ def observe_use(plan: RunPlan, directory: Path) -> ObservedUse | None:
 
 
 def _tokens(shrunken: SmallConfig) -> torch.Tensor:
-    """Token ids (ROWS, LENGTH) without special tokens."""
+    """Return token ids of shape (ROWS, LENGTH), without special tokens."""
     allowed = torch.tensor(sorted(set(range(shrunken.tokens.size)) - special_tokens(shrunken.config)))
     return allowed[torch.arange(ROWS * LENGTH) % len(allowed)].view(ROWS, LENGTH)
 
@@ -172,7 +172,7 @@ def _observed(model: PreTrainedModel, tokens: torch.Tensor, kernel_parameters: S
 
 
 class _Calls:
-    """Records which modules are called, by whatever means, and which modules are computing at any time."""
+    """Records which modules are called, in whatever way, and keeps track of which modules are currently computing."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._modules = modules
@@ -208,7 +208,7 @@ class _Calls:
 
 
 class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records operations that use a parameter while its module is not in its forward pass."""
+    """Records operations that use a parameter outside the forward pass of the module that owns the parameter."""
 
     def __init__(self, owners: Mapping[int, Mapping[str, str]], inside: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -219,7 +219,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in tree_leaves((args, kwargs)):
             owners = self._owners.get(id(value)) if isinstance(value, torch.Tensor) else None
-            # A tied parameter belongs to several modules. If one of them is computing, it may read it; otherwise all are noted.
+            # A tied parameter belongs to several modules. While any of them computes, reads are fine; others count for all.
             if owners is not None and not any(name in owners for name in self._inside):
                 for name, last in owners.items():
                     if last != _UNTRACKED:
@@ -267,7 +267,7 @@ def _recording(kernel_parameters: list[tuple[int, str]], function: Callable[...,
 
 
 def _mark_as_quantized(model: PreTrainedModel) -> None:
-    """Mark modules as transformers' quantizers do: some code calls a layer only if it is quantized, and else reads its weight."""
+    """Mark modules as transformers' quantizers do: some code calls layers only if quantized, and otherwise reads the weights."""
     for module in model.modules():
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._is_quantized = True  # noqa: SLF001 - see transformers.quantizers.base

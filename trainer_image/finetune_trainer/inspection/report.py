@@ -1,6 +1,6 @@
 """Defines what preflight knows about a model, in plain values: its structure, the rehearsal, and the report on the workspace.
 
-torch is not imported: preflight keeps these values while it prepares the data, and merge and publisher read the report.
+Does not import torch, because preflight keeps these values while it prepares the data, and merge and publish read the report.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SHOWN = 60
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The structure that the trainer will build."""
+    """The structure of the model that the trainer will build."""
 
     wrap_classes: tuple[str, ...]
     fsdp_units: tuple[str, ...]
@@ -40,17 +40,17 @@ class ModelStructure:
     max_positions: int | None
     """Longest document for which the model was made, in tokens; None if its configuration does not say."""
     max_row: int | None
-    """Longest row of a batch, with all documents packed into it, that the model's code can compute; None if there is no limit."""
+    """Longest row of a batch, with all documents packed into it, that the model's code supports; None if there is no limit."""
     stored_dtype: str
     """Element type of most of the base model's weights."""
     shape: ModelShape | None
     """The shape for the memory planner; None if the planner does not know the model's configuration."""
     trains_input_rows_alone: bool = False
-    """Whether rows of the input embedding are trained that the head does not share. They learn only where their token is read."""
+    """Whether input embedding rows are trained that the head does not share, and so learn only where their token is read."""
     batches: tuple[Choice, ...] = ()
     """The choices of precision, attention, micro-batch and recomputation that the plan leaves unset."""
     padding_row: int | None = None
-    """Row of the input embedding that gets no gradient from torch (`padding_idx`)."""
+    """Row of the input embedding for which torch computes no gradient (`padding_idx`)."""
 
 
 class Verdict(StrEnum):
@@ -122,14 +122,14 @@ class RehearsalReport(StrictModel):
     stages: tuple[StageResult, ...] = ()
     findings: tuple[Finding, ...] = ()
     kept_since: str = ""
-    """Time in UTC of the earlier, equal rehearsal that gave this verdict (rehearsal/verdicts.py); empty if this one was run."""
+    """UTC time of the earlier, equal rehearsal whose verdict is reused (rehearsal/verdicts.py); empty if none is reused."""
 
 
 SKIPPED = RehearsalReport(verdict=Verdict.SKIPPED)
 
 
 class ModelReport(BaseModel):
-    """The content of `WorkspaceLayout.model_report`. Names and shapes are those before any sharding."""
+    """The content of the file `WorkspaceLayout.model_report`. Names and shapes are those before sharding."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     plan_sha256: str
@@ -150,7 +150,7 @@ class ModelReport(BaseModel):
     """Name -> shape of each tensor that the trained adapter (or model) must contain."""
     train_sequences: int
     supervised_tokens: int
-    """Number of tokens that the loss counts in one pass over the training data."""
+    """Number of tokens that contribute to the loss in one pass over the training data."""
     total_steps: int
     record_lengths: dict[int, int]
     """Histogram of training records: length rounded up to a power of two -> number of records, including dropped ones."""
@@ -183,10 +183,10 @@ def read_report(path: Path) -> ModelReport | None:
 
 
 def with_choices_of_preflight(plan: RunPlan, path: Path) -> RunPlan:
-    """The plan with preflight's choices from the report at `path`, which are the same for every attempt.
+    """Return the plan with preflight's choices from the report at `path`, which are the same for every attempt.
 
     If preflight has made no choice, ranks free gathered parameters after the forward pass, which takes the least memory. Raises
-    PlanMismatchError if the report contains what preflight never writes, since other programs may write to the workspace.
+    PlanMismatchError if the report contains anything that preflight never writes, since other programs may write there.
     """
     try:
         report = read_report(path)

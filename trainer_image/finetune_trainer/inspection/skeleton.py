@@ -1,6 +1,6 @@
 """Builds base model and adapters on the meta device, with the names, shapes and element types of transformers and PEFT.
 
-No weight is read. Called by preflight and the rehearsal.
+Reads no weights. Used by preflight and the rehearsal.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DTYPES = SAFETENSORS_DTYPES | {
 
 
 def load_skeleton(plan: RunPlan, directory: Path) -> tuple[PreTrainedModel, list[Finding]]:
-    """The model on the meta device, and findings about its files. Raises transformers' errors if it refuses the model."""
+    """Return the model on the meta device, and findings about its files. Raises transformers' errors if it refuses the model."""
     headers = read_checkpoint(directory).tensors.values()
     declared = {header.name: torch.empty(header.shape, dtype=DTYPES[header.dtype], device=META) for header in headers}
     built = build_on_meta(plan, directory)
@@ -84,14 +84,14 @@ def _finding(value: str, message: str, fix: str) -> Finding:
 
 
 def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Path) -> PeftModel:
-    """The model with adapters, as `attach` makes them, but with meta tensors. Raises ConfigError as `attach` does."""
+    """Return the model with the adapters that `attach` makes, but as meta tensors. Raises ConfigError as `attach` does."""
     try:
         with on_meta_device():
             adapted = attach(base, plan)
     except ConfigError as error:
         if plan.method.adapter is None or not isinstance(error.__cause__, RuntimeError):
             raise
-        # With some settings, the sizes of a method's tensors depend on values. Meta tensors have none, so zeros are used instead.
+        # With some settings, tensor sizes depend on the values of weights. Meta tensors have no values, so zeros are used.
         return attach(build_with_lazy_zeros(plan, directory), plan)
     if not plan.method.autocast_adapter_dtype:
         _hold_as_the_base(adapted, base.dtype)
@@ -101,8 +101,8 @@ def attach_skeleton_adapters(base: PreTrainedModel, plan: RunPlan, directory: Pa
 def _hold_as_the_base(adapted: PeftModel, loaded: torch.dtype) -> None:
     """Give adapter tensors the element type of their base layer, as PEFT does outside the meta device.
 
-    For quantized weights, this is the type in which they compute, however they are stored. Magnitudes are computed from the
-    weights before quantization, of element type `loaded`.
+    For a quantized layer, this is the type in which it computes, not the type in which it is stored. Magnitudes are computed from
+    the weights before quantization, whose element type is `loaded`.
     """
     for layer in adapted.modules():
         if isinstance(layer, BaseTunerLayer):

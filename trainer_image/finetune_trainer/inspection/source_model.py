@@ -14,7 +14,7 @@ _BLOCK_BYTES = 16 << 20
 
 
 def source_difference(source: Path, made: Path, added: AddedTokens) -> str | None:
-    """A description of how the weights in `made` differ from those in `source`, apart from added rows; None if they do not.
+    """Describe how the weights in `made` differ from those in `source`, apart from added rows; None if they do not differ.
 
     The rows of added tokens are not compared, since they belong to no token of the source. Raises OSError.
     """
@@ -34,7 +34,7 @@ def _is_kept(expected: Checkpoint, actual: Checkpoint, name: str, added: AddedTo
     is_as_long = before.shape[:1] == after.shape[:1] or (has_rows_of_tokens and before.shape[:1] < after.shape[:1])
     if before.dtype != after.dtype or before.shape[1:] != after.shape[1:] or not is_as_long:
         return False
-    if os.path.samestat(before.file.stat(), after.file.stat()):  # both are names of the same file
+    if os.path.samestat(before.file.stat(), after.file.stat()):  # both paths lead to the same file
         return True
     left_out = added.ids if has_rows_of_tokens else ()
     return all(_is_same(before, after, start, end) for start, end in _kept_spans(before, left_out))

@@ -1,7 +1,7 @@
-"""Finds entries of a directory that cannot be read as files, or are far too large for their names.
+"""Finds entries of a directory that cannot be read as files, or that are far too large for a file of that name.
 
-Opening a pipe may never return, and a device has no end, but libraries open anything with the right name. So this is checked
-first.
+Opening a pipe may block forever, and reading a device may never end, but libraries open anything with the right name. So entries
+are checked first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from finetune_trainer.errors import ModelError
 from finetune_trainer.files import TEMPLATES, links_outside
 
 UNUSABLE_FILE = "model-file-unusable"
-"""Id of the rule about entries that nothing may open."""
+"""Id of the rule about entries that must not be opened."""
 MAX_TEMPLATE_BYTES = 4 << 20
 MAX_BYTES: Mapping[str, int] = {
     "config.json": 16 << 20,
@@ -33,7 +33,7 @@ MAX_BYTES: Mapping[str, int] = {
     "tokenizer.model": 512 << 20,
     "model.safetensors.index.json": 256 << 20,
 }
-"""File name -> largest accepted size, some ten times that of the largest such file in use."""
+"""File name -> largest accepted size, which is about ten times that of the largest such file in use."""
 _KINDS = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 FIELD = "spec.model.source"
 _FIX_LINK = "replace the link by the file itself, or put its target on the same claim"
@@ -51,7 +51,7 @@ def _finding(path: Path, directory: Path, reason: str, fix: str) -> Finding:
 
 
 def check_entries(directory: Path, root: Path) -> list[Finding]:
-    """A finding for each entry that no library may open, first for links out of `root`. Raises OSError if listing fails."""
+    """Return a finding for each entry that no library may open, links out of `root` first. Raises OSError if listing fails."""
     findings = [
         _finding(Path(error.filename), directory, str(error.strerror), _FIX_LINK) for error in links_outside(directory, root)
     ]

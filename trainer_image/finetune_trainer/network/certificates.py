@@ -14,7 +14,7 @@ _FIX = (
 
 
 def untrusted_certificate(error: BaseException) -> TransientError | None:
-    """The error to raise if a certificate was refused, after which a role does not retry; None if something else is wrong."""
+    """Return the error to raise if a certificate was refused, which is never retried; None if something else is wrong."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):

@@ -1,4 +1,4 @@
-"""The meaning of HTTP statuses and Retry-After headers of any server (RFC 9110, and additions of proxies)."""
+"""The meaning of HTTP statuses and Retry-After headers from any server (RFC 9110, and statuses that proxies add)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DENIED = frozenset({UNAUTHORIZED, 403})
 NOT_FOUND = 404
 ABSENT = frozenset({NOT_FOUND, 410})
 FULL = frozenset({413, 507})
-"""Statuses of a server that accepts no more bytes, in one request or altogether."""
+"""Statuses of a server that accepts no more bytes, either in one request or in total."""
 
 
 def parse_retry_after(retry_after: str | None) -> float | None:
-    """Seconds to wait, from either form of a Retry-After header (RFC 9110, section 10.2.3); None without a valid header."""
+    """Return the seconds to wait from either form of a Retry-After header (RFC 9110, section 10.2.3); None if it is not valid."""
     text = (retry_after or "").strip()
     if text.isdigit():
         return float(text)

@@ -1,4 +1,4 @@
-"""The meaning of the Hub's answers, for reading and writing."""
+"""Interprets the Hub's responses, for downloads as well as uploads."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from finetune_trainer.network.retry import TransientError
 T = TypeVar("T")
 
 SILENCE_SECONDS = 60.0
-"""Longest time without a byte before a request counts as failed."""
+"""Number of seconds without any byte after which a request counts as failed."""
 _ADDRESS = re.compile(r"\w+://\S+")
 _LONGEST_REASON = 300
 
 
 def transient_failure(response: httpx2.Response, endpoint: str) -> TransientError | None:
-    """The failure of a request that may succeed if it is repeated; None if repeating will not help."""
+    """Return the failure of a request that may succeed if it is repeated; None if repeating it will not help."""
     hub, url = httpx2.URL(endpoint), response.url
     elsewhere = (url.host, url.port) != (hub.host, hub.port)
     if response.status_code in RETRYABLE or (elsewhere and response.status_code in DENIED):
-        # The Hub redirects to a signed address. If that is refused, it has expired, and the next address will be valid. The
-        # server may ask for a pause, by Retry-After or by the Hub's RateLimit header.
+        # The Hub redirects to a signed address. If that address is refused, it has expired, and the next one will be valid. The
+        # server may ask for a pause with Retry-After or with the Hub's RateLimit header.
         text, limit = response.headers.get("Retry-After"), parse_ratelimit_headers(response.headers)
         pause = parse_retry_after(text)
         if not text and limit is not None and limit.remaining == 0:
@@ -39,13 +39,13 @@ def transient_failure(response: httpx2.Response, endpoint: str) -> TransientErro
 
 
 def redacted_message(text: str | None) -> str:
-    """The Hub's reason for a refusal, without addresses, since these may be signed; empty if there is no reason."""
+    """Return the Hub's reason for a refusal without any addresses, since these may be signed; empty if there is no reason."""
     plain = " ".join(_ADDRESS.sub("(address)", text or "").split())
     return f": {plain[:_LONGEST_REASON]}" if plain else ""
 
 
 def call_hub(operation: Callable[[], T]) -> T:
-    """Call huggingface_hub and return the result. Raises HfHubHTTPError, or TransientError if the answer is not complete."""
+    """Call huggingface_hub and return the result. Raises HfHubHTTPError, or TransientError if there is no complete answer."""
     try:
         return operation()
     except (RuntimeError, ValueError, httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -53,7 +53,7 @@ def call_hub(operation: Callable[[], T]) -> T:
 
 
 def _error_for(error: BaseException) -> BaseException:
-    """The error to raise instead. The text of a connection error may hold a signed address, so only its type is kept."""
+    """Return the error to raise instead. A connection error's text may hold a signed address, so only its type is kept."""
     if isinstance(error, HfHubHTTPError):
         return error
     if isinstance(error, json.JSONDecodeError):
@@ -61,6 +61,6 @@ def _error_for(error: BaseException) -> BaseException:
     if isinstance(error, httpx2.HTTPError | httpx2.InvalidURL | httpx2.StreamError):
         return untrusted_certificate(error) or TransientError(f"no answer ({type(error).__name__})")
     if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        # huggingface_hub wraps errors of its threads.
+        # huggingface_hub wraps errors that its threads raise.
         return _error_for(error.__cause__)
     return error

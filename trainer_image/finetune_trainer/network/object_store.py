@@ -1,4 +1,4 @@
-"""Opens the client of an S3-compatible object store, and interprets its failures, for reading and writing.
+"""Opens a client for an S3-compatible object store, and interprets the store's failures, for downloads as well as uploads.
 
 boto3 signs requests and reads answers. Only network/retry.py counts failures and waits, so the client itself does not retry.
 """
@@ -32,7 +32,7 @@ FAILURES = (BotoCoreError, ClientError, ResponseParserError, ValueError, KeyErro
 """Errors of requests to an object store, including those that boto3 and our code raise for malformed answers."""
 _CONNECT_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
-"""Longest time without a byte before a request counts as failed. It is long because a store may assemble gigabytes first."""
+"""Seconds without any byte after which a request counts as failed: a long time, since a store may first assemble gigabytes."""
 _NO_ANSWER = (ConnectionError, HTTPClientError, IncompleteReadError)
 _UNREADABLE = (PaginationError, ResponseParserError, ValueError, KeyError)
 _FULL_CODES = frozenset({"EntityTooLarge", "QuotaExceeded", "XAmzQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
@@ -51,12 +51,12 @@ def open_store(service: S3Service, session: Session | None, *, connections: int)
         read_timeout=_ANSWER_SECONDS,
         retries={"total_max_attempts": 1},
         max_pool_connections=connections,
-        # Every body is signed with its SHA-256, which every store checks. Some stores do not know newer checksums.
+        # The signature covers each body's SHA-256, which every store checks. Some stores do not support newer checksums.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "path", "payload_signing_enabled": True},
     )
-    # The authorities that the profile names; by default boto3 trusts only its own list.
+    # Trust the authorities that the profile names. By default, boto3 trusts only its own list.
     authorities = os.environ.get("SSL_CERT_FILE")
     return (session or Session()).client(
         "s3", region_name=service.region, endpoint_url=service.address, verify=authorities, config=config
@@ -70,7 +70,7 @@ class StoreRefusal:
     status: int
     """HTTP status; 0 if the request was not sent."""
     code: str
-    """The store's error code. The error message is not kept, because it contains the signed text."""
+    """The store's error code. The error message is not kept, because it may contain the text that was signed."""
 
     @property
     def is_full(self) -> bool:

@@ -13,18 +13,18 @@ from typing import TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOOK_SECONDS = 0.1
-"""Time between two checks whether a pause should end early."""
+"""Seconds between two checks of whether a pause should end early."""
 RetriesExhausted = Callable[[str], Exception]
-"""A function that makes the error that ends the role, given a description of the last failure."""
+"""A function that takes a description of the last failure, and returns the error that ends the role."""
 
 
 class TransientError(Exception):
-    """One request failed in a way that may pass. The message holds no address, because signed addresses are credentials."""
+    """A request failed, but may succeed later. The message holds no address, because signed addresses are credentials."""
 
     def __init__(self, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
-        """Pause that the server asked for."""
+        """Pause that the server asked for, in seconds; None if it asked for none."""
 
 
 class StoppedError(Exception):
@@ -33,10 +33,10 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Limits on the failures of a service."""
+    """How often, and after which pauses, requests to a service are retried."""
 
     attempts: int = 8
-    """Number of failures in a row, without progress in between, after which the operation is given up."""
+    """Number of failures in a row, without progress in between, after which the operation is abandoned."""
     first_seconds: float = 1.0
     """Pause after the first failure; each further failure doubles it."""
     longest_seconds: float = 60.0
@@ -45,9 +45,9 @@ class RetryPolicy:
 
 
 def pause_seconds(policy: RetryPolicy, failures: int, retry_after_seconds: float | None, jitter: float) -> float | None:
-    """Pause in seconds after this number of failures in a row; None: give up.
+    """Return the pause in seconds after this number of failures in a row; None means to give up.
 
-    jitter: 0 to 1. Half of the pause depends on it, so that pods that failed together do not retry together.
+    jitter: a random number from 0 to 1. Half of the pause depends on it, so that pods that failed together retry separately.
     """
     if failures >= policy.attempts or (retry_after_seconds or 0.0) > policy.longest_retry_after_seconds:
         return None
@@ -67,7 +67,7 @@ class Retries:
         self._failures = 0
 
     def failed(self, error: TransientError) -> None:
-        """Wait before the next request. Raises the error of `given_up`, and StoppedError."""
+        """Record a failure and wait before the next request. Raises StoppedError, or the error that `given_up` returns."""
         self._failures += 1
         pause = pause_seconds(self._policy, self._failures, error.retry_after_seconds, random.random())  # noqa: S311
         if pause is None:
@@ -75,8 +75,8 @@ class Retries:
                 f"{self._what}: {error} (request {self._failures} of {self._policy.attempts} in a row without success)"
             )
         log.warning("%s: %s; trying again in %.1f s", self._what, error, pause)
-        # Not `stop.wait`, during which this thread may hold the event's lock: if a signal came then, a handler that sets the
-        # event would wait for that lock forever.
+        # `stop.wait` is not used, because this thread may hold the event's lock while it waits. If a signal handler then set the
+        # event, it would wait for that lock forever.
         deadline = time.monotonic() + pause
         while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, LOOK_SECONDS))
@@ -87,7 +87,7 @@ class Retries:
 def with_retries(
     what: str, policy: RetryPolicy, stop: threading.Event, given_up: RetriesExhausted, operation: Callable[[], T]
 ) -> T:
-    """Call `operation` until it does not raise TransientError. Raises the error of `given_up`, and StoppedError."""
+    """Call `operation` until it no longer raises TransientError. Raises StoppedError, or the error that `given_up` returns."""
     retries = Retries(what, policy, stop, given_up)
     while True:
         try:

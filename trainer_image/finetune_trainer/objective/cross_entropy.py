@@ -1,8 +1,8 @@
-"""Cross-entropy, computed for a few positions at a time, so that the logits of a whole batch never exist.
+"""Cross-entropy, computed for a few positions at a time, so that the logits of a whole batch are never in memory.
 
 The logits of a part, their float32 copy and their gradient exist only while the part is computed. If the output layer is a plain
-linear layer, gradients are computed together with the loss, so logits are computed only once. They include the weight of the
-loss, because applying it later would round 16-bit values again.
+linear layer, gradients are computed together with the loss, so logits are computed only once. The gradients already include the
+weight of the loss, because multiplying by it later would round 16-bit values again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Targets:
     labels: torch.Tensor
     """Tokens: `labels[n]` is what row `rows[n]` should predict."""
     weight: float
-    """Factor of the summed loss."""
+    """Factor by which the summed loss is multiplied."""
 
 
 def cross_entropy_of_linear(
@@ -35,8 +35,8 @@ def cross_entropy_of_linear(
 ) -> torch.Tensor:
     """Compute targets.weight * sum of -log p(label) for logits = hidden @ weight.T + bias, as a float32 scalar.
 
-    hidden [..., H] is flattened to rows; weight [V, H], bias [V]; dtype: element type of the products. log p and the gradients of
-    weight and bias, which are summed over parts, are float32. Differentiable once.
+    hidden [..., H] is flattened to rows; weight [V, H], bias [V]; dtype: element type of the matrix products. log p is float32,
+    and so are the sums over parts of the gradients of weight and bias. The result can be differentiated once.
     """
     if torch.is_grad_enabled():
         loss: torch.Tensor = _LinearCrossEntropy.apply(hidden, weight, bias, targets, dtype)
@@ -51,10 +51,10 @@ def cross_entropy_of_linear(
 
 
 def cross_entropy_of(rows: torch.Tensor, to_logits: Callable[[torch.Tensor], torch.Tensor], targets: Targets) -> torch.Tensor:
-    """Compute the sum of `cross_entropy_of_linear` for any output layer.
+    """Compute the same weighted sum as `cross_entropy_of_linear`, for any output layer.
 
     rows: the rows [N, ...] that `targets` names. to_logits: converts n of these rows to logits [n, V]. The logits of a part are
-    computed again in backward.
+    computed again in the backward pass.
     """
     if not len(targets.labels):
         # An empty sum must still depend on everything that is trained, or else backward hooks would not run on this rank.
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(weight_gradient, logits_gradient.t(), rows[part])
                 if bias_gradient is not None:
                     bias_gradient += logits_gradient.sum(0, dtype=torch.float32)
-                # Otherwise both would exist while the next part's are computed: on a GPU, 2^27 values.
+                # Otherwise both would still be in memory while the next part's are computed: 2^27 values on a GPU.
                 del logits, logits_gradient
         if rows_gradient is not None:
             whole = torch.zeros_like(flat)
@@ -130,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _with_gradient(logits: torch.Tensor, labels: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of -log p(label), and the gradient of `factor` times the sum, computed by torch's own backward."""
+    """Return the sum of -log p(label), and the gradient of `factor` times that sum, computed by torch's own backward pass."""
     with torch.enable_grad():
         leaf = logits.detach().requires_grad_()
         total = functional.cross_entropy(leaf.float(), labels, reduction="sum")

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Scoring:
-    """One forward pass that is to return a loss."""
+    """One forward pass that should return a loss instead of logits."""
 
     targets: Targets
     loss: torch.Tensor | None = None
@@ -51,7 +51,7 @@ def scored(targets: Targets) -> Iterator[Scoring]:
 
 
 def install(model: nn.Module) -> None:
-    """Replace the `forward` of the model's output layer if the model returns what that layer returns.
+    """Replace the `forward` of the model's output layer if the model returns that layer's output unchanged.
 
     Models that scale or cap their logits afterwards are left unchanged. Call this before sharding.
     """
@@ -88,13 +88,13 @@ class _ScoringForward:
             return cross_entropy_of_linear(hidden, head.weight, head.bias, targets, dtype)
         rows = hidden.flatten(0, -2).index_select(0, targets.rows)
         if any(isinstance(part, FSDPModule | FullyShardedDataParallel) for part in head.modules() if part is not head):
-            # Units below the layer are gathered when they are called, so they are called once.
+            # FSDP gathers the units inside the layer each time they are called, so they are called only once.
             return cross_entropy_of(self._logits(rows), _unchanged, targets)
         return cross_entropy_of(rows, self._logits, targets)
 
 
 class _BodyOutput:
-    """Output of a model's body: hidden states, and None for everything else that a body may return."""
+    """Stands in for a body's output: holds hidden states, and None for everything else that a body may return."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden

@@ -20,7 +20,7 @@ class NextToken:
     """Cross-entropy over the supervised tokens: an `Objective[PreparedSplit, Batch]`."""
 
     def install(self, model: nn.Module) -> None:
-        """Let the output layer compute the loss, so that whole logits never exist, and keep documents apart."""
+        """Let the output layer compute the loss, so that all logits are never in memory at once, and keep documents apart."""
         head.install(model)
         packed_documents.install_document_masks(model)
         packed_documents.install_rope_by_document(model)
@@ -31,7 +31,7 @@ class NextToken:
         return data.supervised_tokens(sequences)
 
     def size(self, batch: Batch) -> BatchSize:
-        """Return the size of the batch's documents."""
+        """Return the total length, and the sum of squared lengths, of the batch's documents."""
         return BatchSize(sum(batch.document_lengths), sum(length * length for length in batch.document_lengths))
 
     def weighted_loss(
@@ -58,7 +58,7 @@ class NextToken:
 
 
 def targets_of(labels: torch.Tensor, weight: float, device: torch.device) -> Targets:
-    """Return the targets of `labels` [B, T]: not shifted, and on the CPU, so that searching them does not wait for a device."""
+    """Return the targets for `labels` [B, T], which are not shifted, and on the CPU, so that searching waits for no device."""
     num_rows, length = labels.shape
     following = torch.full((num_rows, length), IGNORED_LABEL, dtype=labels.dtype)
     following[:, :-1] = labels[:, 1:]

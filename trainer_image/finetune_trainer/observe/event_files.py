@@ -19,16 +19,16 @@ class TensorBoard:
         self._clock = clock
 
     def start(self, run: Mapping[str, Any]) -> None:
-        """Begin this attempt's file. From its first step on, TensorBoard then ignores earlier files. Raises OSError."""
-        # The import takes a second. In the tracker's own thread, training need not wait for it.
+        """Begin this attempt's file. TensorBoard then ignores what earlier files hold for this or later steps. Raises OSError."""
+        # The import takes a second, but it runs in the tracker's own thread, so training does not wait for it.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
         self._event, self._summary, self._session = event_pb2.Event, summary_pb2.Summary, event_pb2.SessionLog
         folder = Path(run["directory"]) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads files in the order of their names, which begin with the time in seconds. The process id separates
-        # two files of the same second.
+        # TensorBoard reads files in the order of their names, which begin with the time in seconds. The process id distinguishes
+        # two files from the same second.
         self._file = EventsWriter(str(folder / "events"), f".{run['attempt']}.{os.getpid()}")
         self._write(step=run["step"] + 1, session_log=self._session(status=self._session.START))
 

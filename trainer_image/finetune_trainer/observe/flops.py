@@ -24,16 +24,16 @@ class ModelCost:
 
     matmul_parameters: float
     """Number of values in all matrices that a token is multiplied with, including adapters and output layer, without embeddings.
-    Of the experts, only as many count as a token is sent to.
+    Only as many experts count as a token is routed to.
     """
     trained_matmul_parameters: float
-    """Number of those values that are trained."""
+    """Number of values in `matmul_parameters` that are trained."""
     attention_layers: int
     attention_width: int
-    """Number of attention heads times their dimension."""
+    """Number of attention heads times the dimension of each head."""
 
     def step_flops(self, tokens: int, squared_document_lengths: int) -> float:
-        """Return the operations of an optimizer step over documents that have `tokens` tokens in total.
+        """Return the number of operations in an optimizer step over documents with `tokens` tokens in total.
 
         Matrices: two operations (multiply, add) per value and token forward; two in the backward pass for the gradient of the
         input; two more for the gradient of the matrix itself where it is trained. So 6 per value in full fine-tuning (Kaplan et
@@ -41,7 +41,7 @@ class ModelCost:
 
         Attention over a document of L tokens: scores and weighted values are two products of 2 L^2 `attention_width` operations
         per layer, and the backward pass has two gradients for each of them: 12 L^2 `attention_width` (Chowdhery et al., 2022,
-        appendix B), whether the base is frozen or not. A causal mask leaves half of it. Attention windows narrower than a
+        appendix B), whether the base is frozen or not. A causal mask halves this number. Attention windows narrower than a
         document are ignored.
         """
         matrices = (4 * self.matmul_parameters + 2 * self.trained_matmul_parameters) * tokens
@@ -49,7 +49,7 @@ class ModelCost:
 
 
 def model_cost(model: nn.Module, config: Any) -> ModelCost:
-    """Count the matrices of an unsharded model, on any device; `config` is that of transformers."""
+    """Count the matrices of an unsharded model, on any device; `config` is the model's transformers configuration."""
     config = config.get_text_config()
     # Tokens go to only some of the experts. Configurations in transformers use several names for the number of experts.
     chosen = getattr(config, "num_experts_per_tok", None)

@@ -54,11 +54,11 @@ class _Record(BaseModel):
 
 
 class AttemptStarted(_Record):
-    """Record that an attempt's process started at `time`, and continues after `step`."""
+    """Record that an attempt's process started at `time` and continues training after `step`."""
 
     kind: Literal["started"] = "started"
     world_size: int | None = None
-    """Number of ranks of the attempt; None: an older release, which did not record it, wrote the record."""
+    """Number of ranks of the attempt; None in records of older releases, which did not store it."""
     device: str | None = None
     """Device of rank 0: `cpu`, or the name of a GPU."""
 
@@ -97,7 +97,7 @@ class GoodputTotals:
         return self.productive_seconds / self.total_seconds if self.total_seconds > 0 else None
 
     def plus(self, seconds: Mapping[Activity, float]) -> GoodputTotals:
-        """Return the totals with the seconds of a running attempt added; so far, all its steps count."""
+        """Return the totals with the seconds of a running attempt added; all of its steps count so far."""
         badput = dict(self.badput_seconds)
         for activity, spent in seconds.items():
             if activity is not Activity.STEPS:
@@ -108,11 +108,11 @@ class GoodputTotals:
 
 @dataclass(frozen=True)
 class AttemptLosses:
-    """How often attempts lost steps or were killed, and what saves cost."""
+    """The number of attempts that lost steps or were killed, and the cost of all saves."""
 
     count: int = 0
     seconds: float = 0.0
-    """Seconds that all attempts have run in total."""
+    """Total time that all attempts have run, in seconds."""
     save_seconds: float = 0.0
     num_saves: int = 0
 
@@ -129,7 +129,7 @@ class AttemptLosses:
 def attempt_losses(records: Sequence[GoodputRecord]) -> AttemptLosses:
     """Add up the losses of all attempts except the one that the last record starts.
 
-    An attempt has lost nothing if it ended by itself and the next one continues after its last step.
+    An attempt has lost nothing if it ended by itself and the next attempt continued after its last step.
     """
     losses = AttemptLosses()
     latest: GoodputRecord | None = None

@@ -44,7 +44,7 @@ DEFINITIONS = (*GAUGES.values(), *COUNTERS.values(), Definition(STEP_SECONDS, "h
 
 @dataclass(frozen=True)
 class Durations:
-    """Histogram of the durations of steps."""
+    """Histogram of step durations."""
 
     counts: tuple[int, ...] = (0,) * (len(STEP_SECONDS_BOUNDS) + 1)
     """Number of steps in each bucket; the last number counts steps above the last bound."""

@@ -1,7 +1,7 @@
 """Passes the training loop's reports to their destinations: metrics, history, goodput records and trackers.
 
 The first rank has a `Reporter`. All other ranks have an `Observer`, which does nothing, so that the loop treats all ranks alike.
-Neither decides anything. Files cover all attempts of the job; metrics and trackers get only this attempt.
+Neither makes decisions. Files cover all attempts of the job; metrics and trackers cover only this attempt.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.ranks.restarts import read_restarts
 
 _RESUMED = ("epoch", "loss", "learning_rate")
-"""Fields of Progress that the history holds, but no checkpoint."""
+"""Fields of Progress that are stored in the history but not in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ObservedRun:
     plan: RunPlan
     """The plan with the choices that preflight made."""
     reached: DeviceFigures | None
-    """Speeds that this rank's device reached before the start; None: it was not tested."""
+    """Speeds that this rank's device reached in a test before the start; None if it was not tested."""
     gang: Gang
     num_sequences: int
     total_steps: int
@@ -87,22 +87,22 @@ class Observer:
     """The observer of ranks that do not report; it does nothing."""
 
     def during(self, _activity: Activity) -> AbstractContextManager[None]:
-        """Count the time that the body takes for this activity."""
+        """Attribute the time that the body takes to this activity."""
         return nullcontext()
 
     def evaluated_before_start(self, state: RunState) -> None:
         """Report the base model's held-out loss."""
 
     def stepped(self, done: StepDone) -> None:
-        """Report a step. Call this before its checkpoint is taken: a run that resumes from the checkpoint does not do the step
-        again, so the history would lack its line.
+        """Report a step. Call this before the step's checkpoint is taken; otherwise, a run that resumes from it might lack
+        the step's line in the history.
         """
 
     def saved(self) -> None:
         """Report that a checkpoint has been taken."""
 
     def interval_for_losses(self) -> float | None:
-        """Return the best time between saves in seconds, given the losses so far; None without losses or on other ranks."""
+        """Return the best seconds between saves, given the attempts lost so far; None if none was lost, or on other ranks."""
         return None
 
     def facts(self) -> dict[str, str]:
@@ -165,7 +165,7 @@ class Reporter(Observer):
         self._run, self._run_metrics, self._stopwatch, self._trackers = run, run_metrics, stopwatch, trackers
         workspace = run.context.workspace
         self._history = History(workspace.history, run.first_step if run.is_resumed else None)
-        # A run that was stopped during the export does no further step, which would set these fields.
+        # If the run was stopped during the export, there are no further steps that would set these fields.
         self._run_metrics.update(**{name: self._history.resumed[name] for name in _RESUMED if name in self._history.resumed})
         device = run.gang.device
         product = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -299,14 +299,14 @@ class Reporter(Observer):
         return min((seconds for seconds in intervals if seconds > 0), default=None)
 
     def _share(self, flops_per_second: float | None, device_flops: float | None) -> float | None:
-        """Return this speed as a share of the speed of all devices. device_flops: the speed of one device."""
+        """Return this speed as a share of the combined speed of all devices. device_flops: the speed of one device."""
         if flops_per_second is None or device_flops is None:
             return None
         return flops_per_second / (device_flops * self._run.gang.world_size)
 
 
 def calculated_tokens_per_second(plan: RunPlan, base_model: Path, product: str) -> float | None:
-    """Calculate the tokens per second of all ranks on such devices; None if the planner does not know device or model."""
+    """Calculate the tokens per second of all ranks on this kind of device; None if the planner does not know device or model."""
     try:
         files = read_model(base_model)
         return calculated_pace(plan, model_shape(plan, files), files.stored, product).tokens_per_second

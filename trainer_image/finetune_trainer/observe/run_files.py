@@ -1,6 +1,6 @@
 """Files to which rank 0 appends JSON lines: the history, with a line for each optimizer step, and the goodput records.
 
-Both cover all attempts of the job. Readers leave out a line that a crash cut off.
+Both cover all attempts of the job. Readers skip a line that a crash truncated.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ LONGEST_GAP_SECONDS = 60.0
 
 
 class History:
-    """The history file. Losing its last lines in a crash does no harm, because a resumed run writes them again."""
+    """The history file. A crash may lose its last lines without harm, because a resumed run writes them again."""
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
-        """resumed_step: the step after which the run continues; None for a run from the start. Raises OSError."""
+        """resumed_step: the step after which the run continues; None for a run that starts from scratch. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         kept: list[dict[str, Any]] = []
         if path.exists() and resumed_step is not None:
-            # Later steps are done again, as is the step whose line a crash cut off.
+            # Later steps are done again, and so is the step whose line a crash truncated.
             lines = read_lines(read_own(path).decode(errors="replace"))
             kept = [line for line in lines if isinstance(line.get("step"), int) and line["step"] <= resumed_step]
         write_durably(path, "".join(f"{json.dumps(line)}\n" for line in kept).encode())
         self._lines = JsonLines(path)
         self.tokens: int = sum(line.get("tokens", 0) for line in kept)
-        """Number of tokens computed in all steps that count."""
+        """Number of tokens in all steps that count, that is, in all steps of the history."""
         self.resumed: dict[str, Any] = kept[-1] if kept else {}
-        """The history's line of the step after which the run continues; empty for a run from the start."""
+        """The history's line for the step after which the run continues; empty for a run that starts from scratch."""
 
     def append(self, **values: Any) -> None:
-        """Add one line; values that are None are left out."""
+        """Append one line, leaving out values that are None."""
         self.tokens += values.get("tokens", 0)
         self._lines.append({name: value for name, value in values.items() if value is not None})
 
@@ -68,13 +68,13 @@ class Stopwatch:
         self._activity, self._since = Activity.STARTUP, clock()
 
     def seconds(self) -> dict[Activity, float]:
-        """Return the seconds spent on each activity until now."""
+        """Return the seconds spent on each activity so far."""
         self._turn_to(self._activity)
         return dict(self._seconds)
 
     @contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Count the body's time for `activity`. Time after it counts as start-up before the first step, and as other later."""
+        """Count the body's time as `activity`. Time after the body counts as startup until the first step, and then as other."""
         is_starting = self._activity is Activity.STARTUP and activity is not Activity.STEPS
         self._turn_to(activity)
         try:
@@ -98,7 +98,7 @@ class GoodputRecorder:
     """The totals of time over all attempts, and the file with the attempts' records."""
 
     def __init__(self, path: Path, start: AttemptStarted, stopwatch: Stopwatch) -> None:
-        """start: its time must be the time of this call. Raises OSError if the file cannot be opened."""
+        """start: a record whose time is that of this call. Raises OSError if the file cannot be opened."""
         earlier: list[GoodputRecord] = parse_records(read_lines(read_own(path).decode(errors="replace"))) if path.exists() else []
         self._attempt, self._stopwatch = start.attempt, stopwatch
         self._start = start.model_copy(update={"time": start.time - sum(stopwatch.seconds().values())})
@@ -109,7 +109,7 @@ class GoodputRecorder:
         self._written_at = self._start.time
 
     def totals(self) -> GoodputTotals:
-        """Return the totals until now."""
+        """Return the totals so far."""
         return self._before.plus(self._stopwatch.seconds())
 
     def losses(self) -> AttemptLosses:

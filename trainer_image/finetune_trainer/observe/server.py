@@ -21,11 +21,11 @@ from finetune_trainer.observe.metrics import Totals, families
 
 
 class RunMetrics(Collector):
-    """Progress and totals of this attempt. Both are always from the same moment."""
+    """The progress and the totals of this attempt, which are always from the same moment."""
 
     def __init__(self, progress: Progress, is_stalled: Callable[[], bool]) -> None:
         """is_stalled: whether training makes no progress; called at each request for /healthz."""
-        # Only the training loop replaces this pair, always as a whole, so other threads see both from the same moment.
+        # Only the training loop replaces this pair, and always as a whole, so other threads see values from the same moment.
         self._state = progress, Totals()
         self.is_stalled = is_stalled
         self._registry = CollectorRegistry()

@@ -1,7 +1,7 @@
 """Weights & Biases and MLflow as trackers, for trainer images that contain their packages.
 
-With a key or an address in the environment, they send to their service. Otherwise they write to the workspace, from which users
-can send everything later. Training pods in a cluster have no network access, so there they always write to the workspace.
+With a key or an address in the environment, they send data to their service. Otherwise they write it to the workspace, from where
+users can send it later. Training pods in a cluster have no network access, so there, trackers always write to the workspace.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Optimizer steps for reports: the result of one step, and the pace of the latest steps."""
+"""Values to report about optimizer steps: the result of one step, and the pace of the latest steps."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StepResult:
     """Time that this rank waited for batches."""
     compute_seconds: tuple[float, ...]
     """Computing time of each rank, by rank. On a CPU it is the main thread's processor time, so that slow ranks show. On a GPU it
-    is elapsed time without waiting for batches, but with waiting for other ranks inside collectives.
+    is elapsed time, excluding waits for batches but including waits for other ranks inside collectives.
     """
     stop: bool
     """Whether some rank has been asked to stop."""
     loss_scale: float
-    """Factor on the loss with which the gradients were finite."""
+    """Loss scale at which the gradients were finite."""
 
 
 WINDOW_STEPS = 100
@@ -71,7 +71,7 @@ class PaceWindow:
         """Mean duration of the latest steps; None before the first step."""
 
     def add(self, step: StepTiming) -> Pace:
-        """Add a step, and return the pace with it."""
+        """Add a step, and return the pace including this step."""
         self._steps.append(step)
         seconds = [step.seconds for step in self._steps]
         total = max(sum(seconds), 1e-9)

@@ -95,7 +95,7 @@ class Trackers:
             feed.put(lambda tracker: tracker.start(run))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass a line on to all trackers."""
+        """Pass a line to all trackers."""
         for feed in self._feeds:
             feed.put(lambda tracker: tracker.log(step, values))
 
@@ -111,7 +111,7 @@ Call = Callable[[Tracker], None]
 
 
 class _Feed:
-    """One tracker in its thread."""
+    """One tracker, which runs in its own thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name

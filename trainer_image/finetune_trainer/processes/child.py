@@ -1,12 +1,12 @@
 """A child process that is not trusted: it has a deadline, and its output is bounded and never unpickled.
 
-A user's file may have taken control of the child that works on it. So the parent keeps a bounded part of the output, validates
-it, and always waits with a deadline, whatever the child closes or leaves open.
+A user's file may have taken control of the child that works on it. So the parent accepts only a bounded amount of output,
+validates it, and always waits with a deadline, whatever the child closes or leaves open.
 
 There are two ways to start a child. `start` runs a program, from any process. `fork` takes a hundredth of a second, and the child
 has all imports of its parent. Only a process with a single thread may call it: a lock that another thread holds at that moment,
-even one inside the C library, stays locked in the child forever. If a child sends several messages (data/workers.py),
-`ChildOutput` and `Child.wait` are used alone.
+even one inside the C library, stays locked in the child forever. For a child that sends several messages (data/workers.py), the
+parent uses only `ChildOutput` and `Child.wait`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pydantic import TypeAdapter
 from finetune_trainer.processes.start import NO_THREADS, die_with
 
 ENDING_SECONDS = 60.0
-"""Time that a child may take to end after it has closed its output. Freeing much memory takes a moment."""
+"""Time that a child may take to end after it has closed its output. Freeing a lot of memory takes a moment."""
 _READ_BYTES = 1 << 16
 _NO_END = float("inf")
 
@@ -78,7 +78,7 @@ class ChildOutput:
     """Output of another process, read from a descriptor. Whoever opened the descriptor must close it."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
-        """max_bytes: largest number of bytes that may wait to be taken."""
+        """max_bytes: maximum number of bytes that may be read and not yet taken."""
         os.set_blocking(descriptor, False)
         self.descriptor, self.has_ended = descriptor, False
         self._max_bytes, self._buffer = max_bytes, bytearray()
@@ -120,12 +120,12 @@ class Child:
         """reap: waits for the process and returns its exit status. output: is closed by `__exit__`; None: not read here."""
         self.pid, self.output = pid, output
         self.code: int | None = None
-        """Exit status; None until its end is noticed."""
+        """Exit status; None until the end of the process is noticed."""
         self._reap, self._descriptor = reap, os.pidfd_open(pid)
         self._started, self._output_ended, self._is_closed = time.monotonic(), _NO_END, False
 
     def descriptors(self) -> list[int]:
-        """Descriptors to wait on. One of them becomes ready when there is something for `look` to handle."""
+        """Return the descriptors to wait on. One of them becomes ready when there is something for `look` to handle."""
         writes = self.output is not None and not self.output.has_ended
         return [self._descriptor, *([self.output.descriptor] if self.output is not None and writes else [])]
 
@@ -149,8 +149,8 @@ class Child:
         return self.code
 
     def look(self, deadline: float) -> ChildEnd | None:
-        """Kill the child if it exceeds a bound; return how it ended, None if it is running. deadline: on the monotonic clock."""
-        has_ended = self.wait(0) is not None  # checked before the output is read, so that none is missed
+        """Kill the child if it exceeds a bound; return how it ended, or None while it runs. deadline: on the monotonic clock."""
+        has_ended = self.wait(0) is not None  # checked before the output is read, so that no output is missed
         try:
             if self.output is not None:
                 self.output.read()
@@ -194,7 +194,7 @@ def require_single_thread(pid: int) -> None:
 
 
 def threads(pid: int) -> dict[int, str]:
-    """Ids and names of the threads of a process, from the kernel."""
+    """Return the ids and names of a process's threads, as the kernel lists them."""
     names = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread ended meanwhile
@@ -209,7 +209,7 @@ def fork(work: Callable[[], object], output: ChildOutput | None = None) -> Child
     process has more than one thread.
     """
     require_single_thread(os.getpid())
-    # Otherwise both processes would write the buffered output.
+    # If buffered output were not flushed here, both processes would write it.
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
@@ -255,7 +255,7 @@ def start(
     Libraries start no threads in the program, so it may fork.
     """
     environment = {**NO_THREADS, **environment}
-    # A file and not a pipe, so that a child that does not read cannot block its parent.
+    # A file is used instead of a pipe, so that a child that does not read cannot block its parent.
     with os.fdopen(os.memfd_create("given"), "w+b") as file:
         file.write(given)
         file.seek(0)
@@ -275,8 +275,8 @@ def start_answering(command: Sequence[str], environment: Mapping[str, str], give
 def wait_for_ends(
     children: Sequence[Child], deadline: float, look_seconds: float = _NO_END
 ) -> Iterator[tuple[Child, ChildEnd] | None]:
-    """Yield each child that exits or is killed because of a bound. Yields None at least every `look_seconds`, so that the caller
-    can check other bounds.
+    """Yield each child that exits or is killed because it exceeds a bound. Yields None at least every `look_seconds`, so that the
+    caller can check other bounds.
     """
     running = list(children)
     while running:
@@ -291,7 +291,7 @@ def wait_for_ends(
 
 
 def wait_for_answer(child: Child, seconds: float) -> ChildEnd:
-    """Wait at most `seconds` for a child to end. The child has ended afterwards, whatever happens."""
+    """Wait at most `seconds` for a child to end. If it has not ended by then, or if an error occurs, the child is killed."""
     with child:
         return next(end[1] for end in wait_for_ends([child], time.monotonic() + seconds) if end is not None)
 

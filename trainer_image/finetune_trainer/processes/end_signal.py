@@ -1,7 +1,7 @@
-"""A signal that processes wait for, and that can be given even if some of them were killed.
+"""A signal that processes wait for, and that can be sent even if some of the waiting processes were killed.
 
-`set` of multiprocessing's event waits until every waiting process has woken up: forever, if one was killed. Here the processes
-wait for the end of a pipe, which `set` closes without waiting. They also continue if the process that would give it exits.
+`multiprocessing.Event.set` waits until every waiting process has woken up, so it hangs if one was killed. Here the processes wait
+for end of file on a pipe, which `set` closes without waiting. They also continue if the process that should call `set` exits.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, Pipe
 
 
 class EndSignal:
-    """A signal that is given once. Only `wait` works in the processes to which it is sent as an argument."""
+    """A signal that is sent once. Processes that receive this object as an argument can only call `wait`."""
 
     def __init__(self) -> None:
         reader, writer = Pipe(duplex=False)
@@ -23,7 +23,7 @@ class EndSignal:
             self._writer.close()
 
     def wait(self) -> None:
-        """Wait until the signal is given or the process that would give it has exited."""
+        """Wait until the signal is sent, or the process that should send it has exited."""
         self._reader.poll(None)
 
     def __getstate__(self) -> Connection:

@@ -1,6 +1,6 @@
-"""The process that imports this module ends with its parent.
+"""Makes the process that imports this module end together with its parent.
 
-A fork server imports it first. Otherwise the server would wait for its forks to end, and they for the server.
+A fork server imports this module first. Otherwise, the server would wait for its forks to end, and the forks for the server.
 """
 
 import os

@@ -27,7 +27,7 @@ from finetune_trainer.files import open_regular
 from finetune_trainer.processes.child import Child, ChildEnd, encode_answer, fork_answering, parse_answer, wait_for_ends
 
 ANSWER_BYTES = 4 << 20
-"""Maximum bytes of a child's answer. A plan and the list of its changes take some tens of KB."""
+"""Maximum number of bytes in a child's answer. A plan and the list of its changes take a few tens of KB."""
 LOOK_SECONDS = 0.25
 """Time between two checks of the children's bounds."""
 MEASURE_SECONDS = 1.0
@@ -46,7 +46,7 @@ class ResourceBounds:
     deadline: float
     memory_bytes: int
     processor_seconds: float = math.inf
-    """Bound of processor time since this process began. Unlike the clock, it does not advance while other processes compute."""
+    """Limit on CPU time since this process began. Unlike clock time, CPU time does not advance while other processes compute."""
     began: float = field(default_factory=time.monotonic)
     peak_memory_bytes: int = field(default=0, init=False)
     _measured: float = field(default=-math.inf, init=False)
@@ -74,19 +74,19 @@ class ChildResult(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     code: int = 0
-    """Exit status; negative: the signal."""
+    """Exit status; a negative value is the signal that killed the child."""
     value: Any = None
-    """Return value of its task."""
+    """The value that the child's task returned."""
     error: str = ""
-    """Type and message of the error that its task raised."""
+    """Type and message of the error that the task raised."""
     message: str = ""
-    """Message of the error that its task raised."""
+    """Message of the error that the task raised."""
     hint: str = ""
     failure: FailureClass | None = None
-    """Class of the error that its task raised."""
+    """Failure class of the error that the task raised."""
     log_tail: str = ""
     seconds: float = 0.0
-    """Time from its fork to its end."""
+    """Time from the child's fork to the child's end, in seconds."""
 
     @property
     def problem(self) -> str:
@@ -114,7 +114,7 @@ def run_children(
         children: dict[Child, str] = {}
         for name, task in tasks.items():
             children[stack.enter_context(fork_answering(partial(_work, task, _log(scratch, name)), ANSWER_BYTES))] = name
-        # bounds.look also checks the time.
+        # No deadline is given here, because bounds.look checks the time too.
         for ended_child in wait_for_ends(list(children), float("inf"), LOOK_SECONDS):
             if ended_child is None:
                 bounds.look([os.getpid(), *(child.pid for child in children)])
@@ -131,7 +131,7 @@ def _log(scratch: Path, name: str) -> Path:
 
 
 def _work(task: Callable[[], Any], log: Path) -> bytes:
-    """Run the task in the child; returns the encoded answer."""
+    """Run the task in the child, and return the encoded answer."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
@@ -156,7 +156,7 @@ def _ended(end: ChildEnd, log: Path) -> ChildResult:
     else:
         try:
             result = parse_answer(end.answer, _ANSWER)
-            # The process ended by itself, so its answer says only whether its task raised an error.
+            # The process ended by itself, so the code depends only on whether its task raised an error.
             result = result.model_copy(update={"code": 1 if result.error else 0})
         except ValueError:
             result = ChildResult(code=1, error="a process answered with something other than a result")
@@ -169,13 +169,13 @@ def _ended(end: ChildEnd, log: Path) -> ChildResult:
 
 
 def used_processor_seconds() -> float:
-    """Processor time used by this process since it began, and by its children that have ended."""
+    """CPU time used so far by this process and by its children that have ended."""
     usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def processor_seconds(process: int) -> float:
-    """Processor time that a process has used, in user and system mode; 0 if the kernel does not report it."""
+    """CPU time that a process has used, in user and system mode; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         # Fields 14 and 15 of proc(5)'s stat, counted after the name, which may contain spaces.
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -184,7 +184,7 @@ def processor_seconds(process: int) -> float:
 
 
 def resident_bytes(process: int) -> int:
-    """Memory of a process including all shared pages, an upper bound of `proportional_bytes`; 0 if the kernel does not
+    """Memory of a process including all shared pages, an upper bound on `proportional_bytes`; 0 if the kernel does not
     report it.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):

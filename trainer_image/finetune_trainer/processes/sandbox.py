@@ -1,7 +1,7 @@
-"""Lets a library work on a user's file in a forked process with bounds; exceeding them is a finding.
+"""Runs a library on a user's file in a forked process with limits on time, memory and output; exceeding one gives a finding.
 
-A fork needs no imports and takes a hundredth of a second instead of two. The process's answer is bounded and validated, since the
-file may have taken control of it.
+A fork needs no imports, so it takes a hundredth of a second instead of two seconds. The answer is bounded and validated, since
+the file may have taken control of the process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from finetune_job.finding import Finding
 from finetune_trainer.processes.child import ChildEnd, Exceeded, encode_answer, fork_answering, parse_answer, wait_for_answer
 
 CPU_SECONDS = 300
-"""CPU time of a call. The slowest legitimate one, converting an old sentencepiece vocabulary of 256,000 pieces, takes about a
-minute.
+"""Maximum CPU time of a call. The slowest legitimate call, converting an old sentencepiece vocabulary of 256,000 pieces, takes
+about a minute.
 """
 WALL_SECONDS = 1800.0
-"""Wall-clock time of a call, on a machine that gives the process a sixth of a CPU."""
+"""Maximum wall-clock time of a call. It lets a process that gets a sixth of a CPU use all of CPU_SECONDS."""
 DATA_BYTES = 4 << 30
 """Additional memory that a call may take. The largest legitimate tokenizers take less than 1 GiB."""
 ANSWER_BYTES = 4 << 20
-"""Maximum bytes of all findings together. The longest legitimate ones quote a setting of a manifest, some tens of KB."""
+"""Maximum number of bytes of all findings. The longest legitimate ones quote a setting of a manifest, a few tens of KB."""
 _SECONDS_TO_DIE = 5
-"""CPU time that a process which handles SIGXCPU gets before it is killed."""
+"""CPU time that a process gets after SIGXCPU, if it handles that signal, before it is killed."""
 _FINDINGS = TypeAdapter(list[Finding])
 
 
@@ -53,7 +53,7 @@ def run_sandboxed(work: Callable[[], list[Finding]]) -> list[Finding]:
 
 
 def limit_this_process(cpu_seconds: int | None = None) -> None:
-    """Bound CPU time (to CPU_SECONDS unless another bound is given) and memory from now on, for this process alone."""
+    """Limit the CPU time (CPU_SECONDS by default) and the memory that this process alone may use from now on."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     spent = int(usage.ru_utime + usage.ru_stime)
     soft, hard = _lowered(resource.RLIMIT_CPU, spent + (cpu_seconds or CPU_SECONDS))
@@ -63,7 +63,7 @@ def limit_this_process(cpu_seconds: int | None = None) -> None:
 
 
 def limit_memory() -> None:
-    """Bound memory alone, until this process ends. Exceeding the bound raises MemoryError or ends the process."""
+    """Limit only memory, until this process ends. Exceeding the limit raises MemoryError or ends the process."""
     status = Path("/proc/self/status").read_text().splitlines()
     # Writable private memory, as RLIMIT_DATA counts it.
     used = next((int(line.split()[1]) * 1024 for line in status if line.startswith("VmData:")), 0)
@@ -73,7 +73,7 @@ def limit_memory() -> None:
 
 
 def how_it_ended(end: ChildEnd) -> str:
-    """Describe the end as a clause whose subject is the work of the process."""
+    """Describe the end as a predicate, such as "ends the process", whose subject is the work of the process."""
     if end.exceeded is Exceeded.TIME:
         return f"does not end within {WALL_SECONDS:.0f} s"
     if end.exceeded is not None:
@@ -86,6 +86,6 @@ def how_it_ended(end: ChildEnd) -> str:
 
 
 def _lowered(which: int, wanted: int) -> tuple[int, int]:
-    """The soft limit, lowered to `wanted`, and the current hard limit. A limit that is not set counts as the largest number."""
+    """Return the soft limit, lowered to at most `wanted`, and the current hard limit. An unset limit is the largest number."""
     soft, hard = (sys.maxsize if bound == resource.RLIM_INFINITY else bound for bound in resource.getrlimit(which))
     return min(wanted, soft, hard), hard

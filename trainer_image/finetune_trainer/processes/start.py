@@ -1,7 +1,7 @@
-"""How processes of the trainer begin and end.
+"""Starts and ends processes of the trainer.
 
-They end with their parent and avoid torch if they can. Libraries have a million objects, which garbage collection and the end of
-the process skip.
+Processes end with their parent, and avoid importing torch if they can. Libraries create a million objects; garbage collection and
+process exit skip these.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 """Options of prctl(2)."""
 NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Variables that keep numpy's linear algebra and tokenizers from starting threads. A process that may fork sets them before it
-imports either.
+"""Environment variables that keep numpy's linear algebra and tokenizers from starting threads. A process that may fork sets them
+before it imports either library.
 """
 NO_ADVICE = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-"""Variable that keeps transformers from warning that torch is missing."""
+"""Environment variable that keeps transformers from warning that torch is missing."""
 
 
 def die_with(parent: int) -> None:
@@ -51,7 +51,7 @@ def send_output_to(descriptor: int) -> None:
 
 
 def answer_on_stdout() -> BinaryIO:
-    """Open standard output for this process's answer. From now on, output of libraries goes to standard error."""
+    """Open standard output for this process's answer. From then on, output of libraries goes to standard error."""
     sys.stdout.flush()
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -93,9 +93,9 @@ def torch_is_here() -> bool:
 def keep_bitsandbytes_out(plan: RunPlan | None = None) -> None:
     """Make imports of bitsandbytes in this process raise ImportError, unless it is already imported or the plan may need it.
 
-    plan: None if nothing needs it.
+    plan: None if this process does not need bitsandbytes.
 
-    PEFT imports bitsandbytes if it is installed. That also imports torch's compiler, and takes a fifth of the processor time of a
+    PEFT imports bitsandbytes if it is installed. This also imports torch's compiler, and takes a fifth of the CPU time of a
     rank's imports.
     """
     if (plan is None or not may_need_bitsandbytes(plan)) and "bitsandbytes" not in sys.modules:
@@ -113,7 +113,7 @@ def _keep_out(module: str) -> None:
 
 
 def preload(*modules: str) -> None:
-    """Import the modules that this process will need, and keep the garbage collector away from their objects for good.
+    """Import the modules that this process will need, and exclude their objects from garbage collection permanently.
 
     Objects of torch and the libraries around it live as long as the process, so searching them would free nothing.
     """
@@ -128,7 +128,7 @@ def preload(*modules: str) -> None:
 
 
 def end(code: int) -> NoReturn:
-    """End this process at once, after writing its output.
+    """End this process at once, after flushing its output.
 
     A normal exit tears down every module, which costs two seconds of CPU with torch, and threads of collective libraries can keep
     a failed process from ending. Code that must run at the end is in the caller's context managers, not in `atexit`.

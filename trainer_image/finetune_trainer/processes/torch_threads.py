@@ -1,4 +1,4 @@
-"""Limit torch to one thread per operation, for code that computes in its own threads or on a few thousand values."""
+"""Limits torch to one thread per operation, for code that computes in its own threads or on a few thousand values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 @contextmanager
 def one_thread_for_each_operation() -> Iterator[int]:
-    """Give torch one thread for each operation until the end of the block; yields the previous number of threads.
+    """Let torch use one thread for each operation until the end of the block. Yields the previous number of threads.
 
     An operation that is split over threads waits for the slowest thread. While other work occupies the processors, small
     operations would take twenty times as long.
@@ -29,7 +29,7 @@ def one_thread_for_each_operation() -> Iterator[int]:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Call `function` for each item, in as many threads as one operation had; return results in order. Raises its errors."""
+    """Call `function` for each item, in as many threads as torch used; return results in order. Raises what `function` raises."""
     with (
         one_thread_for_each_operation() as num_threads,
         ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as pool,

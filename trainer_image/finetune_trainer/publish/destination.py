@@ -1,4 +1,4 @@
-"""The interface of every kind of destination, and the errors of destinations, which name the field to fix."""
+"""The interface that every kind of destination implements, and the errors of destinations, which name the field to fix."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Publication:
 
 
 class Destination(Protocol):
-    """A place outside the cluster. Until the whole release is there, its readers see nothing or the previous content."""
+    """A place outside the cluster. Until the whole release is there, its readers see either nothing or the previous content."""
 
     def publish(self, release: Release) -> Publication:
         """Publish the release. If a call is killed at any point, the next one sends only what is missing.

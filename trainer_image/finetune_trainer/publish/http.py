@@ -1,5 +1,5 @@
-"""Requests to a destination. Bodies are sent in small pieces, so that a request can be stopped, and errors do not show what
-was sent.
+"""Sends requests to a destination. Bodies are sent in small pieces, so that a request can be stopped. Errors do not show what was
+sent.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from finetune_trainer.network.http_status import RETRYABLE, parse_retry_after
 from finetune_trainer.network.retry import StoppedError, TransientError
 
 SILENCE_SECONDS = 60.0
-"""Longest time to connect, or to send a piece, before a request counts as failed."""
+"""Seconds that connecting, or sending a piece, may take before a request counts as failed."""
 ANSWER_SECONDS = 300.0
-"""Longest time to wait for an answer: object stores and registries first assemble or hash gigabytes."""
+"""Seconds to wait for an answer: a long time, since object stores and registries first assemble or hash gigabytes."""
 MOST_ANSWER_BYTES = 64 << 20
 """Largest body of an answer. Listings come in pages and manifests are small, so a larger body is unexpected."""
 _PIECE_BYTES = 256 * 1024
 Body = tuple[Callable[[], Iterable[bytes]], int]
-"""A function that yields the parts of a body, called each time it is sent, and the body's length in bytes."""
+"""A function that is called each time the body is sent and yields the body's parts, and the body's length in bytes."""
 
 
 @dataclass(frozen=True)
 class HttpResponse:
-    """A complete answer."""
+    """A complete answer to a request."""
 
     status: int
     headers: httpx2.Headers

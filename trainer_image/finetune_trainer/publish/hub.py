@@ -1,6 +1,6 @@
 """`hf://` destinations: large files are sent first, then one commit makes all files visible at once.
 
-Files that the Hub already has are not sent again, so a killed publication continues where it was. Files are sent with the large
+Files that the Hub already has are not sent again, so a killed publication resumes where it stopped. Files are sent with the large
 file storage protocol, not with Xet: Xet is a second stack of libraries with its own proxies, caches, buffers and log lines, which
 this image neither bounds nor tests. Its advantage, sending only the changed parts of a file, does not help with new weights.
 
@@ -69,7 +69,7 @@ class HubDestination:
         disable_progress_bars()
 
     def publish(self, release: Release) -> Publication:
-        """Publish as Destination says. If another commit comes in between, the changes are determined again.
+        """Publish as `Destination.publish` describes. If another commit comes in between, the changes are determined again.
 
         Also raises StoppedError.
         """

@@ -1,4 +1,4 @@
-"""The changes that a commit to a repository on the Hub must make, and the reasons to refuse the repository.
+"""Determines the changes that a commit to a repository on the Hub must make, and the reasons to refuse the repository.
 
 The repository may hold an older release of this product, which the new one replaces completely: a remaining shard might be loaded
 together with shards of another model. If the repository holds anything else that loaders would take for a model, it is refused:
@@ -59,7 +59,7 @@ def changes_for(release: Release, stored: Iterable[StoredFile], older_checksums:
         older |= {CHECKSUMS} | ({SIGNATURE} & present.keys())
     foreign = sorted(path for path in present if path not in older and is_loadable(path) and path not in names)
     if not older:
-        # Without an older release of this product, files with the names of ours also belong to another model.
+        # Without an older release of this product, even files that have the same names as ours belong to another model.
         ours = [file for file in files if file.name in present and is_loadable(file.name)]
         foreign += sorted(file.name for file in ours if not is_stored(file, present[file.name]))
     if foreign:
@@ -75,11 +75,11 @@ def is_loadable(path: str) -> bool:
 
 
 def is_stored(file: ReleaseFile, stored: StoredFile | None) -> bool:
-    """Whether the repository holds exactly this file. Reads the file if git keeps the stored one. Raises CheckpointError."""
+    """Whether the repository holds exactly this file. Reads the file if only its git digest is known. Raises CheckpointError."""
     if stored is None or stored.size != file.size:
         return False
     if stored.sha256 is not None:
         return stored.sha256 == file.sha256
-    # Git names content by this digest.
+    # This is the digest that git uses as the content's name.
     content = read_proven(file)
     return stored.git_blob == hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

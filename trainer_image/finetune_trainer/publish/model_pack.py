@@ -1,7 +1,7 @@
 """A release as an OCI artifact that follows the CNCF's ModelPack specification, with one raw layer for each file.
 
-Source of media types and annotations: https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
-specs-go/v1/mediatype.go at d78bf3231b4f; of the manifest: https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.
+Media types and annotations are from https://github.com/modelpack/model-spec, docs/{spec,config,annotations}.md and
+specs-go/v1/mediatype.go at d78bf3231b4f; the manifest from https://github.com/opencontainers/image-spec/blob/v1.1.0/manifest.md.
 The artifact contains only the release and names no time or machine, so equal releases have equal digests.
 """
 
@@ -34,14 +34,14 @@ _DOCS = frozenset({*BESIDE, CHECKSUMS, SIGNATURE})
 
 @dataclass(frozen=True)
 class ModelPackArtifact:
-    """The parts that are pushed in addition to the files."""
+    """The parts of the artifact that are pushed in addition to the files."""
 
     config: bytes
     manifest: bytes
 
     @property
     def digest(self) -> str:
-        """Digest of the whole content."""
+        """Digest of the manifest, which covers the whole content."""
         return digest_of(self.manifest)
 
 

@@ -1,13 +1,13 @@
 """`oci://` destinations: every file is sent as a blob, then the manifest is written under its digest, then the tag.
 
-A reader of the tag sees the previous content or the whole release: the registry accepts a manifest only once it has every blob,
-and the tag is written last. The tag `latest`, the default of a destination, moves from release to release, as it does for
-container images; its previous content stays available by the digest in the status of the job that wrote it until the registry
-removes untagged content. Any other tag is a name that the user chose for one result: if it already names other content, the
-publication is refused and nothing is sent.
+A reader of the tag sees either the previous content or the whole release: the registry accepts a manifest only once it has every
+blob, and the tag is written last. The tag `latest`, the default of a destination, moves from release to release, as it does for
+container images. Until the registry removes untagged content, the previous release stays available by its digest, which is in the
+status of the job that published it. Any other tag is a name that the user chose for one result: if it already names other
+content, the publication is refused and nothing is sent.
 
 Blobs that the registry has are not sent again, and an interrupted upload continues at the byte that the registry reports.
-Registries built on distribution 2.x forget an upload that was interrupted within a chunk; its blob is then sent from the start.
+Registries built on distribution 2.x forget an upload that was interrupted within a chunk; the blob is then sent from the start.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from finetune_trainer.release.files import Release, ReleaseFile
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHUNK_BYTES = 16 * 1024**2
-"""Number of bytes in one request. They are held in memory, and are few enough for proxies in front of a registry."""
+"""Number of bytes in one request. They are held in memory, and proxies in front of registries accept this many."""
 BLOBS_AT_ONCE = 4
 _GONE = frozenset({400, 404, 410, 416})
-"""Statuses with which registries reject an upload that they do not know, or that continues at another byte."""
+"""Statuses with which registries reject an upload that they do not know, or that continues at the wrong byte."""
 _RANGE = re.compile(r"(?:bytes=)?0-(\d+)")
 _ANY_MANIFEST = (
     f"{MANIFEST_TYPE}, application/vnd.oci.image.index.v1+json, application/vnd.docker.distribution.manifest.v2+json, "
@@ -45,7 +45,7 @@ _ANY_MANIFEST = (
 
 
 class _UploadGoneError(Exception):
-    """The registry does not continue this upload."""
+    """The registry cannot continue this upload."""
 
 
 class RegistryDestination:
@@ -68,7 +68,7 @@ class RegistryDestination:
         self._address = f"oci://{place.registry}/{place.repository}"
 
     def publish(self, release: Release) -> Publication:
-        """Publish as Destination says."""
+        """Publish as `Destination.publish` describes."""
         try:
             return self._publish(release)
         finally:
@@ -135,7 +135,7 @@ class RegistryDestination:
         reached = 0
 
         def record(offset: int) -> None:
-            """Count progress only if the registry has more bytes than ever before."""
+            """Count a request as progress only if the registry now has more bytes than ever before."""
             nonlocal reached
             if offset > reached:
                 reached = offset
@@ -164,7 +164,7 @@ class RegistryDestination:
         self._registry.request("PUT", _with_digest(location, digest), headers, body, what=what)
 
     def _upload_in_chunks(self, file: ReleaseFile, digest: str, record: Callable[[int], None]) -> None:
-        """Send the file in chunks. record: called with the bytes sent so far. Raises _UploadGoneError, TransientError."""
+        """Send the file in chunks. record: called with the number of bytes sent. Raises _UploadGoneError, TransientError."""
         what, headers = f"writing blob {digest}", {"Content-Type": "application/octet-stream"}
         location, offset, chunk_bytes = self._journal.recall(digest), 0, CHUNK_BYTES
         # Other pods may write to the journal, so its addresses are used only if they belong to the registry.
@@ -205,7 +205,7 @@ class RegistryDestination:
 
 
 def _received(answer: HttpResponse, default: int) -> int:
-    """Return the number of bytes that the registry has. Its header names the last byte; 0-0 may mean that it has none."""
+    """Return the number of bytes that the registry has. The Range header names the last byte; 0-0 may also mean no bytes."""
     range_match = _RANGE.fullmatch(answer.headers.get("Range", ""))
     if range_match is None:
         return default

@@ -1,6 +1,6 @@
-"""Requests to a registry for one repository: they log in, follow redirects, and explain refusals.
+"""Sends requests to a registry for one repository: logs in, follows redirects, and explains refusals.
 
-Source: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md; RFC 7617 (Basic), RFC 6750 (Bearer), and the
+Sources: https://github.com/opencontainers/distribution-spec/blob/v1.1.0/spec.md; RFC 7617 (Basic), RFC 6750 (Bearer), and the
 token protocol of https://distribution.github.io/distribution/spec/auth/token/ and .../oauth/, which registries and `docker login`
 use.
 """
@@ -34,7 +34,7 @@ class Registry:
     """One repository. Methods raise TransientError if another attempt may help, otherwise DestinationRefusedError."""
 
     def __init__(self, wire: HttpClient, place: RegistryPath, login: RegistryLogin | None, *, plain_http: bool) -> None:
-        """plain_http: whether to use the registry without TLS."""
+        """plain_http: whether to connect to the registry without TLS."""
         self._wire, self._login, self._plain_http = wire, login, plain_http
         is_docker_hub = place.registry == DOCKER_HUB
         self._repository = f"library/{place.repository}" if is_docker_hub and "/" not in place.repository else place.repository
@@ -56,7 +56,7 @@ class Registry:
     ) -> HttpResponse:
         """Send a request and return its answer, whose status the caller checks.
 
-        Raises for refused access, full storage and transient failures.
+        Raises errors for refused access, full storage and transient failures.
         """
         used = self._authorization
         answer = self._follow(method, url, headers or {}, body, used)
@@ -74,11 +74,11 @@ class Registry:
     def request(
         self, method: str, url: str, headers: dict[str, str] | None = None, body: bytes | Body | None = None, *, what: str
     ) -> HttpResponse:
-        """Send a request and return the answer; raises if the request failed."""
+        """Send a request and return the answer. Raises an error if the request failed."""
         return self.check(self.send(method, url, headers, body, what=what), what)
 
     def check(self, answer: HttpResponse, what: str) -> HttpResponse:
-        """Return the answer; raises if the request failed."""
+        """Return the answer. Raises an error if the request failed."""
         if answer.succeeded:
             return answer
         if answer.status == NOT_FOUND:
@@ -102,7 +102,7 @@ class Registry:
     ) -> HttpResponse:
         for _ in range(_MOST_REDIRECTS):
             sent = dict(headers)
-            # A registry may redirect to storage with signed addresses, which must not learn the registry's secrets.
+            # A registry may redirect to a storage service with signed addresses, which must not get the registry's credentials.
             if authorization is not None and self.is_own(url):
                 sent["Authorization"] = authorization
             answer = self._wire.send(method, url, sent, body)
@@ -128,7 +128,7 @@ class Registry:
     def _bearer_authorization(self, challenge: Challenge) -> str | None:
         """Return an Authorization header with a token for this repository; None if the token service refuses.
 
-        The registry itself names the token service, so the service may see the login that the registry may see. Only a
+        The registry itself names the token service, so this service may see the same login as the registry. Only a
         `plain_http` registry may name a service without TLS. Raises TransientError, DestinationRefusedError.
         """
         realm = challenge.parameters.get("realm", "")
@@ -190,7 +190,7 @@ def parse_challenges(header: str) -> list[Challenge]:
     starts = [match for match in _SCHEME.finditer(header) if header[: match.start()].count('"') % 2 == 0]
     for number, match in enumerate(starts):
         end = starts[number + 1].start() if number + 1 < len(starts) else len(header)
-        # A parameter may have the name of a scheme. It is followed by =, and does not begin a challenge.
+        # A parameter may have the same name as a scheme. It is then followed by =, and does not begin a challenge.
         if header[match.end() : end].lstrip().startswith("="):
             continue
         parameters = {name.lower(): quoted or plain for name, quoted, plain in _PARAMETER.findall(header[match.end() : end])}

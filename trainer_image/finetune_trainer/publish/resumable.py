@@ -1,4 +1,4 @@
-"""Resumable uploads: a journal of what a destination holds, a reader that verifies each file before it is sent, and threads.
+"""Resumable, parallel uploads: a journal of what a destination holds, and a reader that verifies each file before it is sent.
 
 Other pods may write to the workspace, so no link there is followed, and an address in the journal is used only if it belongs to
 the registry. Lines of the journal are appended without a sync: a kill loses no line, and what a power cut loses is sent again.
@@ -29,7 +29,7 @@ BLOCK_BYTES = 1 << 20
 
 
 class UploadJournal:
-    """A file of named texts; the last text of a name counts. Several threads may use it."""
+    """A file that maps names to texts; the last text for a name counts. Several threads may use it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -67,7 +67,7 @@ class UploadJournal:
 
 
 class ProvenReader(io.BufferedIOBase):
-    """A file of a release, of which only verified bytes can be read.
+    """A file of a release from which only verified bytes can be read.
 
     Whoever chose the destination may read everything that arrives there, even from an upload that is never completed. So the
     whole file is hashed first, through the descriptor that is read later, and each block is compared with its hash when read.
@@ -165,7 +165,7 @@ def upload_all(upload: Callable[[ReleaseFile], T], files: Sequence[ReleaseFile],
 
 
 def read_proven(file: ReleaseFile) -> bytes:
-    """Read all bytes of a small file, verified. Raises OSError, CheckpointError."""
+    """Read and verify all bytes of a small file. Raises OSError, CheckpointError."""
     with ProvenReader(file) as reader:
         return reader.read()
 

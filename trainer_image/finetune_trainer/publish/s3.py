@@ -5,8 +5,8 @@ Nothing is ever overwritten: a prefix with another release, or with other object
 its key does not exist yet (`If-None-Match: *`), so one of two simultaneous publications is also refused.
 
 Every object has the SHA-256 of its file as metadata, and the store itself compares the body of each signed request with the
-digest in the signature. So an existing object with the right digest is not sent again. Neither is a part of an unfinished upload
-if the store still lists it with the ETag that it gave for the same bytes.
+digest in the signature. So an existing object with the right digest is not sent again. Nor is a part of an unfinished upload, if
+the store still lists that part with the ETag that it returned for the same bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from finetune_trainer.release.files import Release, ReleaseFile
 
 log = logging.getLogger(__name__)
 PART_BYTES = 16 * 1024**2
-"""Bytes in each part of a multipart upload; parts are larger if the file would otherwise have more than MOST_PARTS."""
+"""Bytes in each part of a multipart upload; parts are larger if there would otherwise be more than MOST_PARTS."""
 MOST_PARTS = 10_000
 """Maximum number of parts of one object: https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html."""
 PARTS_AT_ONCE = 4
@@ -40,7 +40,7 @@ _SHOWN_KEYS = 3
 
 
 def part_size(file_bytes: int, part_bytes: int) -> int:
-    """Return the size of a part with which the file has no more than MOST_PARTS parts."""
+    """Return the smallest part size, from `part_bytes` up, that gives the file at most MOST_PARTS parts."""
     return max(part_bytes, -(-file_bytes // MOST_PARTS))
 
 
@@ -66,7 +66,7 @@ class BucketDestination:
         self._address = f"s3://{place.bucket}/{self._prefix}".rstrip("/")
 
     def publish(self, release: Release) -> Publication:
-        """Publish as Destination says."""
+        """Publish as `Destination.publish` describes."""
         try:
             return self._publish(release)
         finally:
@@ -80,7 +80,7 @@ class BucketDestination:
         for key, file in files.items():
             self._upload_file(key, file, exists=key in existing)
         for key, file in files.items():
-            # SHA256SUMS may only name what is really there, no matter who wrote it.
+            # SHA256SUMS may name only files that are really there, no matter who wrote them.
             if not self._is_there(key, file):
                 raise DestinationUnavailableError(
                     f"{self._address}: {file.name} existed and is gone", "let nothing else write below the prefix"
@@ -88,7 +88,7 @@ class BucketDestination:
         if manifest not in existing:
             try:
                 self._bucket.put(manifest, read_proven(release.manifest), release.manifest.sha256)
-            except ExistsError:  # another publication was faster, or an earlier request, whose answer was lost
+            except ExistsError:  # another publication was faster, or an earlier request succeeded but its answer was lost
                 self._check_manifest(manifest, release.manifest)
         self._journal.forget()
         return Publication(
@@ -98,7 +98,7 @@ class BucketDestination:
         )
 
     def _existing_keys(self, release: Release, ours: set[str]) -> set[str]:
-        """Return the release's keys that already exist. Raises DestinationRefusedError if other objects exist."""
+        """Return the keys of the release that already exist. Raises DestinationRefusedError if there are other objects."""
         listed = self._bucket.list_objects(self._prefix)
         # Consoles create an empty object to show a directory. It does not count as content.
         keys = {key for key, size in listed.items() if not (key.endswith("/") and size == 0)}
@@ -128,7 +128,7 @@ class BucketDestination:
         try:
             under_way = self._bucket.uploads(self._prefix)
         except DestinationRefusedError as error:
-            # Listing uploads needs a separate permission. Without it, abandoned parts only go on costing money.
+            # Listing uploads needs a separate permission. Without it, abandoned parts just keep costing money.
             log.warning("abandoned uploads cannot be aborted: %s", error)
             return
         for key, upload in under_way:

@@ -1,4 +1,4 @@
-"""Requests to an S3-compatible object store, one method for each that a publication needs; transient failures are retried."""
+"""Sends a publication's requests to an S3-compatible object store, with one method per kind, and retries transient failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from finetune_trainer.publish.destination import (
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 SHA256 = "sha256"
-"""Name of the metadata with an object's digest. It can be trusted: the store compared each request's body with its signed digest.
+"""Metadata key for an object's digest, which can be trusted: the store compared each request's body with its signed digest.
 """
 
 
@@ -64,7 +64,7 @@ class _Body(io.BytesIO):
 class Bucket:
     """One bucket, used from several threads.
 
-    Every method raises StoppedError; DestinationUnavailableError after too many failures in a row; or DestinationRefusedError.
+    Every method may raise StoppedError, DestinationUnavailableError (after too many failures in a row), DestinationRefusedError.
     """
 
     def __init__(self, client: Any, bucket: str, stop: threading.Event, patience: RetryPolicy, *, signed: bool) -> None:
@@ -152,7 +152,7 @@ class Bucket:
         return self._listed("listing its uploads", "list_multipart_uploads", "Uploads", ("Key", "UploadId"), Prefix=prefix)
 
     def _listed(self, what: str, operation: str, entries: str, names: tuple[str, str], **arguments: str) -> list[tuple[Any, Any]]:
-        """Return the values of these two names from each entry on all pages of a list."""
+        """Return the values under these two names in each entry, from all pages of a list."""
         first, second = names
 
         def read() -> list[tuple[Any, Any]]:
@@ -166,7 +166,7 @@ class Bucket:
         return self._request(what, read)
 
     def _create(self, what: str, operation: Callable[..., Any], content: bytes | None, **arguments: Any) -> None:
-        """Create an object only if its key is free: nothing is overwritten, and one of two publications is refused."""
+        """Create an object only if its key is free, so nothing is overwritten, and one of two simultaneous publications fails."""
 
         def create() -> None:
             is_conditional = self._creates_only
