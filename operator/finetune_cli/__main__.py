@@ -10,7 +10,7 @@ from finetune_cli.app import COMPLETION, app
 def main() -> None:
     """Run the verb that the command line names."""
     if COMPLETION in os.environ:
-        # Typer calls this itself only for programs that have the two completion options built into Typer.
+        # Typer calls this itself only if its two built-in completion options are enabled, which is not so here.
         completion_init()
     app()
 

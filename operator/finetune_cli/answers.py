@@ -1,4 +1,4 @@
-"""Groups the verbs in the help; for every verb, reads manifests, reports errors, and prints the answer as text, JSON or YAML."""
+"""Code that all verbs share: groups them in the help, reads manifests, reports errors, prints answers as text, JSON or YAML."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from finetune_cli.render.signs_of_life import SignsOfLife
 
 STANDARD_INPUT = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
-"""Suffixes of the files that are read from a directory, the same as for kubectl."""
+"""Suffixes of the files that are read from a directory; kubectl reads the same ones."""
 _NONE = "no manifest is given; name a FILE, or - for standard input"
 
 
 class Output(StrEnum):
-    """Forms of output."""
+    """Formats in which an answer can be printed."""
 
     TEXT = "text"
     JSON = "json"
@@ -30,7 +30,7 @@ class Output(StrEnum):
 
 
 class Panel(StrEnum):
-    """Titles of the groups of verbs, in the order of the help."""
+    """Titles of the groups of verbs, in the order in which the help shows them."""
 
     TRAIN = "Train"
     LOOK = "Look"
@@ -40,10 +40,10 @@ class Panel(StrEnum):
 
 
 class VerbGroup(TyperGroup):
-    """The group of all verbs, which prints their help in panels and an error as one message.
+    """The group of all verbs; prints their help in panels, and each error as a single message.
 
-    Typer prints panels only with rich, which adds borders and emphasis. Help is also read in files and by people who set
-    NO_COLOR, so the panels are printed as plain text here.
+    Typer prints panels only with rich, which adds borders and emphasis. Help also ends up in files and is read by people who
+    set NO_COLOR, so this class prints the panels as plain text.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -75,7 +75,7 @@ def reported_errors() -> Iterator[None]:
         typer.echo(str(error), err=True)
         raise typer.Exit(error.exit_code) from error
     except BrokenPipeError:
-        # The program that reads our output has ended: typer exits silently.
+        # The program that reads our output has exited; typer then exits silently too.
         raise
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
@@ -140,7 +140,7 @@ def manifest_text(argument: str | None, option: str | None) -> str:
 
 
 def read_files(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Return name and text of every file; files of a directory are sorted by name. Raises LocalError, also if there is none."""
+    """Return the name and text of every file; a directory's files are sorted. Raises LocalError, also if there are none."""
     if not names:
         raise LocalError(_NONE)
     files: list[str] = []

@@ -1,6 +1,6 @@
 """`finetune` and `kubectl finetune`: collects all verbs, and defines those that check, estimate and explain.
 
-Each verb reads its input, calls its module in `commands`, prints, and exits. It imports what it needs inside its function, so
+Each verb reads its input, calls its module in `commands`, prints the answer, and exits. Its imports are inside its function, so
 that every verb starts quickly.
 """
 
@@ -42,7 +42,7 @@ app = typer.Typer(
     cls=VerbGroup,
     no_args_is_help=True,
     add_completion=False,
-    # Help and messages are plain because they are also read in files, and by people who set NO_COLOR.
+    # Help and messages are plain text because they also end up in files and are read by people who set NO_COLOR.
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -52,12 +52,12 @@ app.add_typer(local_app)
 app.add_typer(cluster_app)
 app.add_typer(change_app)
 COMPLETION = "_FINETUNE_COMPLETE"
-"""Environment variable that a completion script sets to ask for words; typer expects this name."""
+"""Environment variable that a completion script sets to request completions; typer expects this name."""
 Filename = Annotated[str | None, typer.Option("-f", "--filename", help="Same as FILE, for users of kubectl.")]
 
 
 class Shell(StrEnum):
-    """Shells that can complete the words of a command line."""
+    """Shells for which `completion` can print a script."""
 
     BASH = "bash"
     ZSH = "zsh"
@@ -284,7 +284,7 @@ def explain(
 
 
 def _judged(report: Report, records: FirstRecords | None, show: Callable[[Report], None]) -> Report:
-    """Add the findings of the first records. If they cannot be read, show the report without them and raise LocalError."""
+    """Add the findings about the first records. If the records cannot be read, show the report as it is and raise LocalError."""
     try:
         return report if records is None else records.judged(report, tell)
     except LocalError:

@@ -24,7 +24,7 @@ NewName = Annotated[str | None, typer.Option("--name", help="Name of the new job
 
 
 class RecordFormat(StrEnum):
-    """The values of DataFormat, repeated here because its module loads slowly."""
+    """The values of DataFormat, repeated here because importing that module is slow."""
 
     CHAT = "Chat"
     PROMPT_COMPLETION = "PromptCompletion"

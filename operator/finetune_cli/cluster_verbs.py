@@ -136,7 +136,7 @@ def status(
 
 
 def local_runs(claims: Path | None, output: Output, name: str | None = None, namespace: str | None = None) -> None:
-    """Print the runs on this machine, or one of them."""
+    """Print the runs on this machine, or only those with the given name."""
     from finetune_cli.local.known_runs import known_runs, named_runs
     from finetune_cli.render.known_runs import runs_document, runs_text
 

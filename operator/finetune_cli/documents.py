@@ -1,4 +1,4 @@
-"""Reads YAML as Kubernetes does: every document of a file, with no key twice and no value that JSON cannot have.
+"""Reads all documents of a YAML file as Kubernetes does, and refuses duplicate keys and values that JSON cannot represent.
 
 The input may be hostile, so depth and number of values are counted on the parser's events before anything is built. Merge keys
 can multiply the content of a file, so the keys that they add are counted, too.
@@ -30,7 +30,7 @@ _BOOL = "tag:yaml.org,2002:bool"
 
 
 class DocumentError(Exception):
-    """The text is not usable."""
+    """The text cannot be read as YAML documents."""
 
     def __init__(self, finding: Finding) -> None:
         super().__init__(finding.message)
@@ -48,7 +48,7 @@ class Document:
 
 
 def is_list(content: Any) -> bool:
-    """Whether an object is a list of objects, such as `kubectl get --output yaml` writes. An empty list does not count."""
+    """Whether an object is a list of objects, such as `kubectl get --output yaml` writes. An empty list is not one."""
     if not isinstance(content, dict) or not str(content.get("kind")).endswith("List"):
         return False
     return isinstance(content.get("items"), list) and content["items"] != []
@@ -86,7 +86,7 @@ _Dumper.add_representer(str, _quoted_if_like_a_number)
 
 
 def document_text(content: Any) -> str:
-    """Write an object as people do: in block style, with the keys in their given order."""
+    """Return an object as YAML in block style, with the keys in their given order."""
     return str(yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
@@ -98,7 +98,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
         if key_node.tag == _MERGE:
             _merge(loader, value_node, merged)
             continue
-        # As a key, y more often means a coordinate than yes.
+        # As a key, `y` usually means a coordinate, not yes.
         is_letter = key_node.tag == _BOOL and len(key_node.value) == 1
         key = key_node.value if is_letter else loader.construct_object(key_node, deep=True)
         line = key_node.start_mark.line + 1
@@ -119,7 +119,7 @@ def _mapping(loader: Any, node: yaml.MappingNode) -> dict[Any, Any]:
 
 
 def _merge(loader: Any, node: yaml.Node, merged: dict[Any, Any]) -> None:
-    """Add the mappings that a merge key names to `merged`; the first value of a key wins. Each added key counts as a value."""
+    """Add the entries of a merge key's mappings to `merged`; the first value of a key wins. Limits the number of added keys."""
     parts = node.value if isinstance(node, yaml.SequenceNode) else [node]
     for part in parts:
         brought = loader.construct_object(part, deep=True)
@@ -140,12 +140,12 @@ RESOLVERS = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag not in _OTHERWISE]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-"""How words without quotes are read."""
+"""Rules that decide the types of words without quotes."""
 Loader.yaml_implicit_resolvers = RESOLVERS
 # Kubernetes reads y and n as yes and no, as YAML 1.1 does and PyYAML does not.
 Loader.bool_values = {**_Base.bool_values, "y": True, "n": False}
 Loader.add_implicit_resolver(_BOOL, re.compile(r"[yYnN]\Z"), list("yYnN"))
-# 2e-4 is a number, although YAML 1.1 demands a point; 1:30 is not, although YAML 1.1 reads it in base 60.
+# 2e-4 is a number, although YAML 1.1 requires a decimal point; 1:30 is not, although YAML 1.1 reads it in base 60.
 Loader.add_implicit_resolver(
     _INT, re.compile(r"[-+]?(0b[01_]+|0o?[0-7_]+|0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)\Z"), list("-+0123456789")
 )
@@ -157,7 +157,7 @@ Loader.add_implicit_resolver(
 
 
 def read_documents(text: str, file: str = "") -> list[Document]:
-    """Return the documents of a file without the empty ones. Raises DocumentError."""
+    """Return the non-empty documents of a file. Raises DocumentError."""
     size = len(text.encode(errors="replace"))
     if size > MAX_FILE_BYTES:
         raise DocumentError(problem("file", f"{size} bytes", f"is larger than {MAX_FILE_BYTES} bytes", "give fewer manifests"))
@@ -195,7 +195,7 @@ def read_documents(text: str, file: str = "") -> list[Document]:
 
 
 def _check_structure(text: str) -> None:
-    """Check depth, values and size before anything is built: libyaml's loader would overflow the stack on a deep document."""
+    """Check depth, values and size before anything is built: libyaml's loader would overflow the stack on deep nesting."""
     depth = total = inside = begin = 0
     for event in yaml.parse(text, Loader=_Base):
         start: Any = event.start_mark
@@ -226,7 +226,7 @@ def _too_much(place: str) -> Finding:
 
 
 def _fault(value: Any) -> tuple[str, str, str] | None:
-    """Return value, reason and fix for a value that JSON cannot have, and None for any other."""
+    """Return the value, the reason and the fix for a value that JSON cannot represent, and None for any other value."""
     match value:
         case str() if not _is_text(value):
             return ascii(value)[:60], "is not valid Unicode", "write it in UTF-8"

@@ -1,7 +1,7 @@
-"""Changes one document of a YAML text; its comments, order, quotes and block style stay, and so do the other documents.
+"""Changes one document of a YAML text, but keeps its comments, order, quotes and block style, and all other documents.
 
-ruamel.yaml keeps the layout. Only `documents` decides what a word without quotes means: here it is text from reading to writing.
-`documents` reads every text first, so its bounds also hold for what reaches ruamel.
+ruamel.yaml keeps the layout. Only `documents` interprets words without quotes; here they stay text from reading to writing.
+`documents` reads every text first, so its limits also apply to everything that reaches ruamel.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ruamel.yaml.tokens import CommentToken
 from finetune_cli.documents import DocumentError, Loader, read_documents
 
 _WIDTH = 10_000_000
-"""Maximum length of a line: so large that ruamel never breaks one."""
+"""Maximum length of a line: large enough that ruamel never breaks lines."""
 _PLAIN = re.compile(r"[A-Za-z][A-Za-z0-9_./-]*")
 _JSON_INDENT = re.compile(r"\{\n( +)")
 _CHILD = re.compile(r"^( *)[^\s#-][^\n]*:[ \t]*(?:#[^\n]*)?\r?\n(?:[ \t]*(?:#[^\n]*)?\r?\n)*+(?=( *)(- +|[^\s-]))", re.MULTILINE)
-"""Matches a key whose line holds nothing else but a comment, and the start of its value on a later line."""
+"""Matches a key whose line holds no value, at most a comment, and the start of the key's value on a later line."""
 _UNKNOWN_LAYOUT = (YAMLError, ValueError, TypeError, LookupError, AttributeError, AssertionError, NotImplementedError)
-"""Errors that ruamel raises for layouts that it does not know, and for changes that do not fit tags, aliases or merge keys."""
+"""Errors that ruamel raises for layouts that it does not support, and for changes that do not fit tags, aliases or merge keys."""
 
 
 class _WordsAreText(VersionedResolver):
@@ -64,7 +64,7 @@ def edit_document(text: str, number: int, wanted: dict[str, Any]) -> str:
 
 
 def _span(text: str, number: int) -> tuple[int, int]:
-    """Return start and end of a document's content, in characters: after its `---`, with the comments that follow it."""
+    """Return where a document's content starts and ends, in characters: after its `---`, and after the comments at its end."""
     count, start = 0, -1
     for event in yaml.parse(text, Loader=Loader):
         mark: Any = event.start_mark
@@ -96,7 +96,7 @@ def _changed(chunk: str, before: Mapping[str, Any], wanted: dict[str, Any]) -> s
 
 
 def _round_trip(chunk: str) -> YAML:
-    """Return a reader and writer that indents mappings, list items and dashes like the first of each in a text."""
+    """Return a reader and writer that indents mappings, list items and dashes as the text indents the first of each."""
     mapping, dash, sequence = 2, 0, 2
     children = [(len(child[2]) - len(child[1]), child[3]) for child in _CHILD.finditer(chunk)]
     for column, begin in reversed(children):
@@ -113,7 +113,7 @@ def _round_trip(chunk: str) -> YAML:
 
 
 def _dumped(root: Any, layout: str) -> str:
-    """Return a document as text, with the indentation and the line ends of `layout`."""
+    """Return a document as text, with the indentation and the line endings of `layout`."""
     stream = io.StringIO()
     _round_trip(layout).dump(root, stream)
     written = stream.getvalue()
@@ -165,7 +165,7 @@ def _remove(node: CommentedMap, key: str) -> None:
     position = keys.index(key)
     following = _take_following(node, key)
     del node[key]
-    # Comment lines above the first entry, left by entries that were removed before it.
+    # Comment lines above this entry, which entries that were removed before it have left behind.
     above = (node.ca.items.pop(key, None) or [None, None])[1] or []
     if position > 0:
         _put_following(node, keys[position - 1], following)
@@ -176,7 +176,7 @@ def _remove(node: CommentedMap, key: str) -> None:
 
 
 # ruamel keeps the comments after an entry in one token: the rest of its line, and the lines down to the next entry. Those lines
-# belong to the next entry, so they are taken from an entry that is removed, replaced or no longer the last.
+# belong to the next entry, so they are detached from an entry that is removed, replaced or no longer the last.
 
 
 def _token(node: Any, key: Any) -> Any:
@@ -185,7 +185,7 @@ def _token(node: Any, key: Any) -> Any:
 
 
 def _last_entry(node: Any, key: Any) -> tuple[Any, Any]:
-    """Return node and key of the innermost entry in which the text of an entry ends."""
+    """Return the node and key of the innermost entry at which the text of an entry ends."""
     value = node[key]
     while isinstance(value, CommentedMap | CommentedSeq) and value and not value.fa.flow_style():
         node, key = value, (next(reversed(value)) if isinstance(value, CommentedMap) else len(value) - 1)

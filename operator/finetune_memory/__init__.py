@@ -1,1 +1,1 @@
-"""How much memory a training rank needs, and how long a step takes: from plan and model structure alone, without torch."""
+"""Computes the memory of a training rank and the time of a step from the plan and the model's structure alone, without torch."""

@@ -94,8 +94,8 @@ def layer_activations(layer: Layer, during: TrainingPass, *, is_first: bool) -> 
     if layer.experts:
         block = max(block, tokens * during.facts.experts_per_token * (3 * _expert_width(layer, hidden) + hidden) * size)
     if layer.expert_factors:
-        # The gradient of all experts' second matrices. It is freed, with those weights, before the gradient of the first
-        # matrices, which is twice as large, is computed.
+        # Add the gradient of all experts' second matrices. It is freed, together with those weights, before the gradient of
+        # the first matrices, which is twice as large, is computed.
         block += sum(stack.numel for stack in layer.experts) // 3 * size
     scores = during.scores * 8 if during.is_unfused else during.scores * (8 + size) if during.keeps_scores else 0
     return Activations(
@@ -109,7 +109,7 @@ def layer_activations(layer: Layer, during: TrainingPass, *, is_first: bool) -> 
 
 def _norm(norm: Norm, during: TrainingPass) -> int:
     facts, tokens = during.facts, during.work.tokens
-    # A norm over each head's values has one weight for all heads, and is applied to each of them.
+    # A norm over each head's values has one weight for all heads, and is applied to each head.
     heads = {"q_norm": facts.num_heads, "k_norm": facts.num_key_value_heads}.get(norm.name.rpartition(".")[2], 1)
     repeats = heads if norm.size == facts.head_size else 1
     values = tokens * norm.size * repeats
@@ -138,7 +138,7 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
             if linear.rank:
                 total += tokens * linear.rank * size
             if linear.rank and during.dropout:
-                # The input after dropout, and the mask, which has one byte for each value on a GPU and a whole value on a CPU.
+                # The input after dropout is kept, and the mask: one byte for each value on a GPU, and a whole value on a CPU.
                 total += values * size + values * (1 if during.work.on_gpu else size)
             elif linear.rank and during.copies_input(linear.adapter_dtype):
                 total += values * size
@@ -148,7 +148,7 @@ def _inputs(layer: Layer, during: TrainingPass) -> int:
                 # The results of base and adapter, which the magnitude scales; with dropout, both have the adapter's type.
                 total += tokens * linear.outputs * (size + (size if during.dropout else elements.product))
             if linear.has_magnitude and during.dropout and (during.is_packed or size != VALUE_BYTES[elements.load]):
-                # The base's weight also multiplies the input after dropout; its whole copy, unpacked or cast for that, is kept.
+                # The base's weight also multiplies the input after dropout; the copy unpacked or cast for this is kept whole.
                 total += linear.inputs * linear.outputs * size
         reads_attention = is_output and members[0].is_attention and not during.keeps_scores
         if is_shared and not reads_attention:
@@ -177,12 +177,12 @@ def _attention(layer: Layer, during: TrainingPass) -> int:
         whole = tokens * fused.outputs * size
         kept = kept + whole if facts.rotates_positions else whole
     else:
-        # A view keeps the whole tensor from which it was cut.
+        # A view keeps the whole tensor of which it is a slice.
         latent = next((linear for linear in layer.linears if linear.last == "kv_b_proj" and not is_repeated), None)
         kept += tokens * (key_heads * facts.value_head_size if latent is None else latent.outputs) * size
-    # The result, and the logarithm of the sums of exponentials in float32.
+    # The result, and the log-sum-exp of each row of scores in float32.
     kept += tokens * values * size + tokens * heads * 4
-    # Each layer converts the boolean mask again, into one that is added to the scores.
+    # Each layer converts the boolean mask again, into an additive mask.
     return kept + (work.rows * work.length * work.length * size if work.has_mask else 0)
 
 
@@ -199,7 +199,7 @@ def _blocks(layer: Layer, during: TrainingPass) -> int:
             factor = 2 if is_gated else 1
         total += tokens * output.inputs * factor * during.elements.product
         if output.parent.endswith("shared_expert"):
-            # The block's result, because it is multiplied by a gate of one value.
+            # The block's result is kept, because it is multiplied by a gate of one value per token.
             total += tokens * facts.hidden_size * during.elements.product
     if facts.residual_dropout:
         # Masks of the dropout after attention and after the block.
@@ -235,8 +235,8 @@ def _products(layer: Layer, during: TrainingPass) -> int:
     for linear in layer.linears:
         total += tokens * linear.outputs * size
         if linear.rank:
-            # A fused adapter adds its second product in place to the base's result, of which a copy is kept anyway, but not to a
-            # result of bitsandbytes.
+            # A fused adapter adds its second product in place to the base's result, a copy of which is kept anyway. It does not
+            # do so with a result of bitsandbytes.
             of_second = 0 if during.fuses_adapters and not during.is_packed else linear.outputs
             total += tokens * (linear.rank + of_second) * during.adapter_bytes(linear.adapter_dtype)
         if linear.has_magnitude:

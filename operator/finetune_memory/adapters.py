@@ -1,7 +1,7 @@
-"""Derives the parameters held in training from the base's: adds PEFT's adapters, marks what is trained, packs to 4 bits.
+"""Derives the parameters that training holds from the base's: adds PEFT's adapters, marks what is trained, packs weights.
 
-Names follow PEFT's rules (peft/tuners/tuners_utils.py, lora/layer.py), packing those of bitsandbytes (functional.py). Checked
-against the real adapters (tests/unit/finetune_memory/test_adapters.py).
+Names follow PEFT's rules (peft/tuners/tuners_utils.py, lora/layer.py), packing those of bitsandbytes (functional.py). Tests
+compare the results with real adapters (tests/unit/finetune_memory/test_adapters.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_job.plan.method_plan import LoraPlan, MethodPlan, QuantizationPlan
 from finetune_memory.model_shape import LINEAR, ParameterShape, UnknownModelError
 
 FIRST_VALUES = "first_values"
-"""Name of the frozen adapter with the trained adapter's initial values, if these were taken from the base's weights."""
+"""Name of the frozen adapter that holds the trained adapter's initial values, if these were taken from the base's weights."""
 STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
     "mixtral": {"gate": ("gate.weight", 1), "w1": ("gate_up_proj", 2), "w3": ("gate_up_proj", 2), "w2": ("down_proj", 1)},
     "qwen2_moe": {
@@ -28,9 +28,9 @@ STACKED_EXPERTS: Mapping[str, Mapping[str, tuple[str, int]]] = {
         "down_proj": ("down_proj", 1),
     },
 }  # fmt: skip
-"""Old name of a layer of experts or a router -> the parameter that PEFT adapts instead, and the factor for its rank, in models
-whose experts transformers now stacks. Every layer with such a name counts as an expert's, so dense blocks besides the experts get
-no adapter (peft/utils/transformers_weight_conversion.py)."""
+"""Maps the old name of an expert's layer or of a router to the parameter that PEFT adapts instead and the factor for its rank, in
+models whose experts transformers now stacks. Every layer with such a name counts as an expert's, so dense blocks beside the
+experts get no adapter (peft/utils/transformers_weight_conversion.py)."""
 STACKED_AS: Mapping[str, str] = {
     **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), "mixtral"),
     **dict.fromkeys((
@@ -39,9 +39,9 @@ STACKED_AS: Mapping[str, str] = {
         "qwen3_next", "solar_open",
     ), "qwen2_moe"),
 }  # fmt: skip
-"""`model_type` of a decoder -> the table above that applies to its experts (transformers' own list, as PEFT reads it)."""
+"""Maps a decoder's `model_type` to its entry in STACKED_EXPERTS (transformers' own list, as PEFT reads it)."""
 BLOCK_SIZE, NESTED_BLOCK_SIZE = 64, 256
-"""Number of values in a 4-bit weight that share a scale, and of scales that share a scale if the scales are packed as well."""
+"""Number of values in a 4-bit weight that share a scale, and of scales that share one if the scales are packed as well."""
 CODE_BYTES, NESTED_CODE_BYTES, OFFSET_BYTES = 16 * 4, 256 * 4, 4
 """Bytes, in float32, of the code books of 4-bit values and 8-bit scales, and of the mean subtracted from the scales."""
 
@@ -63,7 +63,7 @@ def trained_parameters(
     adapter_dtype = "float32" if lora.autocast_adapter_dtype and base_dtype != "float32" else base_dtype
     every = tuple(_with_adapters(base, lora, base_dtype, adapter_dtype))
     trained = {parameter.module for parameter in every if parameter.is_trained}
-    # Trained modules and biases of the base also have this type, as does a normalisation's frozen weight if its bias is trained.
+    # The base's trained modules and biases also have adapter_dtype, as does a norm's frozen weight if its bias is trained.
     return tuple(
         replace(parameter, dtype=adapter_dtype)
         if parameter.is_trained or (len(parameter.shape) == 1 and parameter.module in trained)
@@ -99,7 +99,7 @@ def _with_adapters(
     base: Sequence[ParameterShape], lora: LoraPlan, base_dtype: str, adapter_dtype: str
 ) -> Iterator[ParameterShape]:
     modules: dict[str, list[ParameterShape]] = {}
-    # The first parameter must be the weight, which shows what the layer is, but files name a layer's bias before it.
+    # The first parameter must be the weight, which shows the layer's kind, but files list a layer's bias before its weight.
     for parameter in sorted(base, key=lambda parameter: parameter.name.endswith(".bias")):
         modules.setdefault(parameter.module, []).append(parameter)
     embeddings = [name for name, parameters in modules.items() if parameters[0].kind == "embedding"]
@@ -202,7 +202,7 @@ def _ends_with_any(name: str, endings: Collection[str]) -> bool:
 def _rank(name: str, lora: LoraPlan) -> int:
     """Return the rank of the first pattern that matches by PEFT's rules, or the default rank.
 
-    Preflight refuses a pattern that does not compile; here it matches nothing.
+    Preflight refuses a pattern that does not compile; here such a pattern matches nothing.
     """
     for key, rank in lora.rank_pattern.items():
         with suppress(re.error, RecursionError, OverflowError):
@@ -214,9 +214,9 @@ def _rank(name: str, lora: LoraPlan) -> int:
 def quantised(
     parameters: Sequence[ParameterShape], quantization: QuantizationPlan, base_dtype: str, kept: Collection[str] = OUTPUT_HEADS
 ) -> tuple[tuple[ParameterShape, ...], int]:
-    """Pack the weights of linear layers; returns all parameters, and the bytes of the scales, which every rank holds whole.
+    """Pack the weights of linear layers. Return all parameters, and the bytes of the scales, which every rank holds in full.
 
-    kept: last names of modules that are not packed.
+    kept: last parts of the names of modules that are not packed.
     """
     storage = quantization.quant_storage.value if quantization.quant_storage is not None else base_dtype
     packed_base, constant = [], 0

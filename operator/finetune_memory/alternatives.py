@@ -28,7 +28,7 @@ SHORTEST_SEQUENCE = 256
 """Number of tokens in the shortest sequence that is proposed; with fewer, most data sets would lose most of their records."""
 MAX_RANKS_FACTOR = 16
 USUAL_DEVICES = 8
-"""Number of devices of the usual largest node."""
+"""Number of devices in the largest usual node."""
 _NODES, _PROCESSES, _MIN_NODES = "parallelism.nodes", "parallelism.processesPerNode", "parallelism.elastic.minNodes"
 _SHRINK_COST, _RECOMPUTE_COST, _RANKS_COST, _QUANTISE_COST, _ENLARGE_COST, _SHORTEN_COST = 1, 3, 20, 60, 100, 200
 
@@ -37,7 +37,7 @@ Predict = Callable[[RunPlan], Estimate]
 
 @dataclass(frozen=True)
 class Alternative:
-    """Changes of the manifest that together make the job fit."""
+    """Changes to the manifest that together make the job fit."""
 
     changes: tuple[FieldChange, ...]
     estimate: Estimate
@@ -54,7 +54,7 @@ class Site:
 
     has_gpus: bool = False
     most_ranks: int | None = None
-    """Maximum number of ranks on the one machine; None if there are as many nodes as the job requests."""
+    """Maximum number of ranks if the job has only this machine; None if there are as many nodes as the job requests."""
 
 
 ANYWHERE = Site()
@@ -68,7 +68,7 @@ class _Change:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the manifest below `spec`, with their new values."""
     parts: Mapping[str, dict[str, Any]] = field(default_factory=dict)
-    """Name of a part of the plan -> new values in that part."""
+    """Maps the name of a part of the plan to the new values in that part."""
 
 
 def cheapest_fitting(plan: RunPlan, limit: int, predict: Predict, site: Site = ANYWHERE) -> Alternative | None:
@@ -84,16 +84,16 @@ def cheapest_fitting(plan: RunPlan, limit: int, predict: Predict, site: Site = A
 
 
 def leanest(plan: RunPlan, predict: Predict, site: Site = ANYWHERE) -> Alternative:
-    """Make all changes that save memory. If the estimate is still above a limit, so is that of every other combination."""
+    """Make all changes that save memory. If the resulting estimate exceeds a limit, so does every other combination's."""
     *saving, precise, quantised = _options(plan, site)
-    # These two may cost more than they save: a base is whole while it is packed, and 16-bit products copy stacked experts again.
+    # These may cost more than they save: a base is held whole while it is packed, and 16-bit products copy stacked experts.
     combinations = [(*(options[-1] for options in saving), *steps) for steps in itertools.product(precise, quantised)]
     alternatives = [changed for steps in combinations if (changed := _alternative(plan, steps, predict)) is not None]
     return min(alternatives, key=lambda alternative: alternative.estimate.total, default=Alternative((), predict(plan)))
 
 
 def demand_on_cluster(plan: RunPlan, alternative: Alternative) -> str:
-    """Say what the changes require of a node, or of a workspace claim that is not the operator's; empty if of neither."""
+    """Say what the changes require of a node, or of a workspace claim that is not the operator's; empty if nothing."""
     values = {change.field: change.value for change in alternative.changes}
     if (ranks := values.get(f"spec.{_PROCESSES}")) is not None:
         return f"; a node then needs {ranks} devices, else set spec.{_NODES} to {ranks // plan.parallelism.processes_per_node}"
@@ -159,10 +159,10 @@ def _options(plan: RunPlan, site: Site) -> list[list[_Change]]:
 
 
 def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
-    """Use more devices of the one machine or, since the number of devices of a node is not known, also add whole nodes.
+    """Use more devices of the job's only machine, or, on a cluster, where a node's devices are unknown, also add nodes.
 
-    More devices of the one node come first: they need no network and no claim that several nodes mount. The job must fit on the
-    minimum number of nodes of an elastic gang.
+    More devices of a single node come first: they need no network and no claim that several nodes mount. An elastic gang must fit
+    on its minimum number of nodes.
     """
     method, nodes, fewest = plan.method, plan.parallelism.nodes, plan.parallelism.min_nodes
     if method.quantization is not None and method.quantization.bits != SHARDED_BITS:
@@ -171,7 +171,7 @@ def _more_ranks(plan: RunPlan, site: Site) -> Iterator[_Change]:
         settings = effective_settings(method.type, method.adapter.settings)
         if METHODS[method.type].one_rank_setting(settings) is not None:
             return
-    # A pod without devices shares its memory among its ranks, so more of them save nothing.
+    # A pod without devices shares its memory among its ranks, so more ranks save nothing.
     of_node = USUAL_DEVICES if site.has_gpus and nodes == 1 and fewest is None else 0
     ranks = 2 * plan.parallelism.processes_per_node
     while ranks <= (of_node if site.most_ranks is None else site.most_ranks):
@@ -207,14 +207,14 @@ def _on_more_ranks(plan: RunPlan, factor: int, fields: dict[str, Any], values: d
 
 
 def _repacked(plan: RunPlan, site: Site) -> Iterator[_Change]:
-    """Pack the base to 4 bits, or if the method packs it already, leave it as it is stored."""
+    """Pack the base to 4 bits or, if the method already packs it, use the base as it is stored."""
     entry, placement = METHODS[plan.method.type], plan.placement
     if entry.family is not Family.LORA:
         return
     kind = lora_kind(packs_base=not entry.packs_base, magnitudes=entry.needs.magnitudes)
     has_gpus = site.has_gpus or (placement is not None and placement.gpu_resource_name is not None)
     if entry.packs_base and plan.merge.base is MergeBase.ORIGINAL:
-        # In a mixture of experts few weights are packed, and every rank loads the whole base to pack them.
+        # This may save memory: a mixture of experts has few packed weights, and every rank loads the whole base to pack them.
         fields = {"method.type": kind.value, "method.quantization": None}
         yield _Change(_QUANTISE_COST, fields, {"method": {"type": kind, "quantization": None}})
     elif not entry.packs_base and has_gpus:

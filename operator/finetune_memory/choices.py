@@ -1,8 +1,8 @@
-"""Choices that a plan leaves to the planner: precision, attention, micro-batch, recomputation, and gathered weights.
+"""Makes the choices that a plan leaves open: precision, attention, micro-batch, recomputation, and gathered weights.
 
 These choices alter only speed and memory. Memory is used for speed as long as a part of the limit stays free, because an estimate
-may be wrong. If no setting leaves it free, the one that needs the least is chosen: a job is never refused because of a
-setting that the user left unset.
+may be wrong. If no setting leaves that part free, the setting that needs the least memory is chosen: a job is never refused
+because of a setting that the user left unset.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def choose_precision(plan: RunPlan, stored: str) -> tuple[Choice, ...]:
 def varlen_problem(plan: RunPlan, facts: ArchitectureFacts, stored: str) -> str:
     """Say why torch's attention for documents of different lengths does not fit a model's configuration; empty if it does.
 
-    Its kernels (flash attention, cuDNN) support scores that are products of queries and keys, a window of earlier tokens, and
-    nothing else. stored: element type of the base model's files.
+    Its kernels (flash attention, cuDNN) support only scores that are plain products of queries and keys, and windows of earlier
+    tokens. stored: element type of the base model's files.
     """
     if not facts.has_fused_attention:
         return NOT_FUSED
@@ -98,7 +98,7 @@ def trains_on_gpu(plan: RunPlan) -> bool:
 def choose_batches(
     plan: RunPlan, limit: MemoryLimit | None, predict: Predict | None, *, can_recompute: bool = True
 ) -> tuple[Choice, ...]:
-    """Choose micro-batch and recomputation, each if the plan leaves it unset.
+    """Choose micro-batch and recomputation, each only if the plan leaves it unset.
 
     predict: estimates a changed plan; None if the memory planner does not know the model. can_recompute: whether the model's
     layers can be recomputed.
@@ -153,7 +153,7 @@ def _choices(plan: RunPlan, chosen: RunPlan, reason: str) -> tuple[Choice, ...]:
 def choose_resharding(plan: RunPlan, limit: MemoryLimit | None, predict: Predict | None) -> Choice | None:
     """Choose `reshardAfterForward`; None if the plan sets it. predict: None if the memory planner does not know the model.
 
-    Parameters that stay gathered are not gathered again for the backward pass, and the result has the same bits.
+    Parameters that stay gathered need not be gathered again for the backward pass. The result is the same, bit by bit.
     """
     if not plan.parallelism.leaves_resharding_open:
         return None

@@ -1,4 +1,4 @@
-"""The description of a model on disk, from config.json if its family is known, otherwise from the headers of its weight files."""
+"""Describes a model on disk, from config.json if the model's family is known, otherwise from the headers of its weight files."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ EXPERT = re.compile(r"\.experts\.\d+\.(?P<projection>gate_proj|up_proj|down_proj
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """A model as its files describe it: its settings, and the tensors of its weight files if they are at hand."""
+    """A model as its files describe it: its settings, and the tensors of its weight files if these files are at hand."""
 
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Name of a tensor -> its element type, as the header names it, and its shape."""
+    """Maps the name of each tensor to its element type, as the header names it, and its shape."""
 
     @property
     def stored(self) -> str:
-        """The element type of most bytes in the weight files; if there are none, that in config.json, or float32."""
+        """The element type of most bytes in the weight files; if there are no such files, the type in config.json, or float32."""
         sizes: Counter[str] = Counter()
         for dtype, shape in self.tensors.values():
             if dtype in HEADER_DTYPES:
@@ -97,7 +97,7 @@ def _header(path: Path) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
 
 
 def number_of_weights(path: Path) -> int:
-    """Count the values of a model's parameters, as published. Raises UnknownModelError."""
+    """Count the values of a model's own parameters, without adapters. Raises UnknownModelError."""
     files = read_model(path)
     return sum(parameter.numel for parameter in _base(files, files.stored))
 
@@ -120,7 +120,7 @@ def model_shape(plan: RunPlan, files: ModelMetadata) -> ModelShape:
     facts = facts_of(files.config, is_stored_otherwise=any(EXPERT.search(name) for name in files.tensors) or None)
     method, num_rows, num_added = plan.method, facts.vocabulary_size, len(plan.model.added_tokens)
     if num_added:
-        # Add one row for each token. Some embeddings have spare rows, but only preflight knows, because it reads the tokenizer.
+        # Add one row for each added token. Only preflight, which reads the tokenizer, knows whether the embedding has spare rows.
         base = tuple(_with_rows(parameter, num_rows, num_added) for parameter in base)
         ends = [parameter.module.rpartition(".")[2] for parameter in base]
         embedding = next((end for end in ends if end in TOKEN_EMBEDDINGS), None)
@@ -152,7 +152,7 @@ def _with_rows(parameter: ParameterShape, num_rows: int, num_added: int) -> Para
 def _base(files: ModelMetadata, base_dtype: str) -> tuple[ParameterShape, ...]:
     if files.config["model_type"] in PARAMETERS_BY_TYPE or not files.tensors:
         return base_parameters(files.config, base_dtype)
-    # transformers ignores layers beyond `num_hidden_layers`, which predict several tokens at once.
+    # transformers ignores layers beyond `num_hidden_layers`, which serve multi-token prediction.
     count = files.config.get("num_hidden_layers")
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (_, shape) in files.tensors.items():

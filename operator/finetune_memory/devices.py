@@ -1,4 +1,4 @@
-"""Peak rates of devices from their data sheets, and the shares of these that training reaches.
+"""Peak rates of devices from their data sheets, and the shares of these rates that training reaches.
 
 With these shares the calculation agrees with the step times measured on one H200 (docs/explanation/memory.md).
 """
@@ -40,32 +40,32 @@ class Calibration:
     attention: float
     """Share of the peak operations per second that fused attention reaches, forward and backward together."""
     memory: float
-    """Share of the memory bandwidth that kernels reach which compute little with what they read and write."""
+    """Share of the memory bandwidth that memory-bound kernels reach."""
     link: float
     """Share of the link's bandwidth that collectives reach."""
 
 
 ASSUMED = Calibration(flops=0.7, attention=0.4, memory=0.55, link=0.7)
-"""The calculated time of an 8B LoRA on an H200 is within 5 % of the measured one, compiled or not (bench/results/gpu/speed.json).
+"""These shares put an 8B LoRA on an H200 within 5 % of its measured time, compiled or not (bench/results/gpu/speed.json).
 
-The share of attention is assumed: torch 2.11 used flash attention there and reached about half of it; later versions use cuDNN's
-kernel where they can. The share of links was not measured.
+The attention share is an assumption: on the H200, torch 2.11 used flash attention and reached about half of this share; later
+versions use cuDNN's kernel where they can. The link share was not measured.
 """
 NETWORK_BYTES_PER_SECOND = 25e9
 """Assumed bandwidth between machines for each device: 200 Gbit/s."""
 
 
 _PART = re.compile(r"\b(MIG|Laptop|SHARED)\b|\b\d+g\.\d+gb|\b\d+[QCBA](ME)?$", re.IGNORECASE)
-"""Words in the names of parts of a device: MIG profiles (1g.10gb), types of vGPU (A10-24Q, A100-1-5C), shared devices."""
+"""Matches words that mark a part of a device: MIG profiles (1g.10gb), vGPU types (A10-24Q, A100-1-5C), shared devices."""
 
 
 def has_bfloat16(name: str) -> bool:
-    """Whether the matrix units of a listed device compute with bfloat16, and not with float16 alone."""
+    """Whether the matrix units of a listed device support bfloat16, and not only float16."""
     return not any(re.search(pattern, _words(name), re.IGNORECASE) for pattern in _TABLES["without_bfloat16"])
 
 
 def known_devices() -> list[str]:
-    """Short names of the listed devices, without variants of a name that differ in memory or in the way they are connected."""
+    """Return the short names of the listed devices, without variants of a name that differ in memory or interconnect."""
     names = (pattern.replace(r"\b", "").replace(" ?", " ") for pattern, *_ in _DEVICES)
     return [name for name in names if re.fullmatch(r"[A-Za-z0-9 ]+", name)]
 
@@ -73,7 +73,7 @@ def known_devices() -> list[str]:
 def device_of(name: str) -> Device | None:
     """Look up a device by the name that its driver or its node's label gives; None if it is not listed.
 
-    Parts of a device, shared devices and those of notebooks are not found, although their names contain a listed one.
+    Parts of a device, shared devices and laptop GPUs are not found, although their names contain a listed name.
     """
     words = _words(name)
     if _PART.search(words):

@@ -1,4 +1,4 @@
-"""The bytes that a rank needs for a plan and a model, term by term, at the fullest moment of loading or of an optimizer step."""
+"""Estimates the bytes that a rank needs, term by term, at the peak of loading or of an optimizer step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST_BASE_BYTES = 3 << 29
 """Assumed memory of a Python process with torch, transformers and peft."""
 WHOLE_BASE = "the whole base, in every rank until it is sharded or on the device"
 SEQUENTIAL_BYTES = 8 * 5
-"""Bytes for the id, position and label of one token, and for the row and label that are scored."""
+"""Bytes for the id, position and label of one token, and for its row and label among the scored ones."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,13 @@ class Term:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory that the fullest rank needs."""
+    """The memory of the rank that needs the most."""
 
     terms: tuple[Term, ...]
-    """Terms of device memory (of host memory on a CPU) at the fullest moment."""
+    """Terms of device memory (of host memory on a CPU) at the peak."""
     moment: str
     host_terms: tuple[Term, ...]
-    """Terms of the training pod's memory for each of its ranks; empty on a CPU, which has no other memory."""
+    """Terms of host memory for each rank of the training pod; empty on a CPU, where `terms` are host memory already."""
 
     @property
     def total(self) -> int:
@@ -88,7 +88,7 @@ class _Estimator:
         self.quantised = quantised_shape(plan, shape, elements)
         self.is_quantised = plan.method.quantization is not None
         self.units: tuple[Unit, ...] = units_of(self.quantised)
-        # With its minimum of nodes a gang has the fewest ranks to share the base; each then computes for several virtual ranks.
+        # On its minimum number of nodes, a gang has the fewest ranks to share the base; each then computes several virtual ranks.
         self.world_size = plan.parallelism.smallest_world_size
         self.is_sharded = self.world_size > 1
         self.is_ordered = plan.training.reduction is GradientReduction.ORDERED
@@ -126,7 +126,7 @@ class _Estimator:
         everything = [] if self.is_offloaded else self._shards()
         everything += [Term("constants", self.quantised.constant_bytes, constants), *terms]
         process = Term("process", HOST_BASE_BYTES, "Python, torch and their libraries (assumed)")
-        # A checkpoint that training waits for is written without a copy.
+        # A synchronous checkpoint, for which training waits, is written without a copy.
         snapshot = self.kept.trained_elements + self.state_bytes if self.plan.checkpoint.asynchronous else 0
         host: list[Term] = []
         if self.work.on_gpu:
@@ -137,7 +137,7 @@ class _Estimator:
             pinned = "pinned; the copy that is written while training continues"
             while_trained.append(Term("checkpoint snapshot", snapshot, pinned))
             loaded = Term("base while it is loaded", 0 if self.is_quantised else self._read_whole(), WHOLE_BASE)
-            # Before the first checkpoint the whole base has left host memory, so these two terms never add up.
+            # The whole base has left host memory before the first checkpoint, so the two are never in memory together.
             host = [loaded] if loaded.bytes > sum(term.bytes for term in while_trained) else while_trained
             host.append(process)
         else:
@@ -147,7 +147,7 @@ class _Estimator:
         return Estimate(used, moment, used_on_host)
 
     def _shards(self) -> list[Term]:
-        """Return the terms for what a rank keeps all the time."""
+        """Return the terms for what a rank holds all through training."""
         kept, cut = self.kept, f"1/{self.world_size}" if self.is_sharded else "all"
         quantization, load = self.plan.method.quantization, self.elements.load
         form = f"as {load}"
@@ -213,9 +213,9 @@ class _Estimator:
         return Term("activations", kept, f"{work.rows} x {work.length:,} tokens, {how}"), again
 
     def _loading(self) -> list[Term]:
-        """Return the term of loading: a rank that cannot load only its own shards holds the whole base until it is sharded.
+        """Return the term of loading: a rank that cannot load only its own shards holds the whole base until sharding.
 
-        Otherwise a rank holds at most two packed weights at a time (model/pack_shards.py), less than a step gathers for any unit.
+        Otherwise a rank holds at most two packed weights at a time (model/pack_shards.py), which is less than a step gathers.
         DoRA's norms are computed from one weight at a time, as in a step.
         """
         if not self.is_sharded:
@@ -266,7 +266,7 @@ class _Estimator:
         ]
 
     def _backward_end(self) -> list[Term]:
-        """Return the terms of the moment when all gradients are there and the activations of one layer are left."""
+        """Return the terms of the moment when all gradients exist and only one layer's activations are left."""
         layer = self._layer(0)
         pending = self.layers[0].trained_bytes // self.world_size if self.layers else 0
         return [
@@ -292,9 +292,9 @@ class _Estimator:
 
     def _step(self) -> list[Term]:
         optimizer = self.plan.training.optimizer
-        # AdamW's fused update needs no temporary memory. The foreach update of the others holds intermediate results for all.
+        # AdamW's fused update needs no temporary memory. The others' foreach update holds intermediate results for all values.
         temporary = 0 if optimizer is OptimizerName.ADAMW else 2 * self.kept.trained_elements
-        # The gradients of this rank's virtual ranks besides their sum, and the part of all ranks' gradients being exchanged.
+        # The gradients of this rank's virtual ranks, besides their sum, and the part of all ranks' gradients being exchanged.
         values = self.shape.num_trained if self.is_ordered else 0
         rounds = -(-self.plan.parallelism.world_size // self.world_size)
         exchanged = (self.world_size + 1) * rounds * min(values, ORDERED_VALUES_AT_ONCE)

@@ -1,7 +1,7 @@
 """Lists a causal language model's parameters from its config.json: names, shapes and order are those of transformers' classes.
 
-A family is a few functions over the configuration. Settings missing there have the defaults of transformers' configuration
-classes. Checked against the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
+A family is a few functions of the configuration. Missing settings take the defaults of transformers' configuration classes.
+Tests compare the lists with the real classes on the meta device at real sizes (tests/unit/finetune_memory/test_families.py).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _llama(
     layer_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm"),
     mlp: str = "",
 ) -> Family:
-    """Describe a family like Llama. A bias is True, False, or the name of the setting that decides."""
+    """Return a family that resembles Llama. A bias is True, False, or the name of the setting that decides."""
 
     def has(bias: bool | str, c: Config) -> bool:
         return bool(c.get(bias)) if isinstance(bias, str) else bias
@@ -189,7 +189,7 @@ def _gpt2(c: Config) -> Iterator[Entry]:
     for number in range(c["n_layer"]):
         name = f"transformer.h.{number}"
         yield from _norm(f"{name}.ln_1", hidden, bias=True)
-        # The weight of a Conv1D has the dimension of its inputs first.
+        # The first dimension of a Conv1D's weight is that of its inputs.
         for module, inputs, outputs in (("attn.c_attn", hidden, 3 * hidden), ("attn.c_proj", hidden, hidden)):
             yield f"{name}.{module}.weight", (inputs, outputs), "transposed"
             yield f"{name}.{module}.bias", (outputs,), "other"
@@ -219,7 +219,7 @@ def _gpt_neox(c: Config) -> Iterator[Entry]:
 
 
 def _deepseek(c: Config) -> Iterator[Entry]:
-    """List DeepSeek's parameters: multi-head latent attention (arXiv:2405.04434), dense first layers, others with experts."""
+    """List DeepSeek's parameters: multi-head latent attention (arXiv:2405.04434), dense first layers, then experts."""
 
     def layer(name: str, number: int, c: Config) -> Iterator[Entry]:
         hidden, heads, rank, bias = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"], bool(c.get("attention_bias"))
@@ -264,8 +264,8 @@ _UNLIKE_LLAMA: Mapping[str, Family] = {
 }
 _FAMILIES: dict[str, dict[str, Any]] = tomllib.loads(files("finetune_memory").joinpath("families.toml").read_text())
 LAYER_CLASSES: Mapping[str, str] = {kind: settings.pop("class") for kind, settings in _FAMILIES.items()}
-"""`model_type` -> class name of its layers, which are FSDP units by default."""
+"""Maps a `model_type` to the class name of the model's layers, which are FSDP units by default."""
 PARAMETERS_BY_TYPE: Mapping[str, Family] = {
     kind: _UNLIKE_LLAMA[kind] if kind in _UNLIKE_LLAMA else _llama(**settings) for kind, settings in _FAMILIES.items()
 }
-"""`model_type` -> the function that lists its parameters."""
+"""Maps a `model_type` to the function that lists the model's parameters."""

@@ -1,7 +1,7 @@
-"""The layers of a ModelShape, each with its parts by their roles: linear layers and their adapters, norms, experts.
+"""Reads the layers of a ModelShape, and sorts each layer's parts by role: linear layers with their adapters, norms, experts.
 
 A module's role is recognised by the last part of its name and the shape of its weight, so unknown models can also be read.
-activations.py counts what these parts keep, pace.py how long they take; describe.py needs the names of the layers.
+activations.py counts the bytes that these parts keep, pace.py the time that they take; describe.py needs the layers' names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from finetune_memory.model_shape import LINEAR, ModelShape, ParameterShape
 
 OUTPUTS = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "down_proj", "fc2", "dense_4h_to_h", "w2"})
-"""Last names of the linear layers that end a block and read an input that no other layer of the block reads."""
+"""Last parts of the names of linear layers that end a block and whose input no other layer of the block reads."""
 _LAYER = re.compile(r"^(.*?\.)(\d+)\.")
 _WRAPPED = (".base_layer", ".original_module", ".modules_to_save.default")
 
@@ -27,7 +27,7 @@ class Linear:
     outputs: int
     is_trained: bool
     rank: int
-    """Rank of the adapter; 0 without one."""
+    """Rank of the adapter; 0 if there is none."""
     adapter_dtype: str
     has_magnitude: bool
 

@@ -1,4 +1,4 @@
-"""The memory that a rank may take, and sizes as text."""
+"""The limit of the memory that a rank may take, and the format of sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class MemoryLimit:
 
     @property
     def roomy(self) -> int:
-        """Bytes that leave enough of the limit free."""
+        """Maximum number of bytes that leaves enough of the limit free."""
         return (100 - KEPT_FREE_PERCENT) * self.bytes // 100
 
     def leaves_room_above(self, needed: int) -> bool:

@@ -1,6 +1,6 @@
-"""The memory of logits and loss, computed for a part of the rows at a time if the model allows it, otherwise for all at once.
+"""The memory of logits and loss, which are computed for a part of the rows at a time if the model allows it, else for all rows.
 
-The trainer uses the same sizes of parts (objective/cross_entropy.py).
+The trainer uses the same part sizes (objective/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ VALUES_PER_PART = {"cpu": 1 << 22, "cuda": 1 << 27}
 """Number of logits held at a time, by type of device. In float32 they take 16 MB on a CPU, to stay near its caches, and 0.5 GB on
 a GPU, which needs large products; with their gradient, twice that."""
 MIN_ROWS_PER_PART = 64
-"""Least number of rows: for fewer the libraries take other code paths, whose results differ in some bits."""
+"""Minimum number of rows in a part: for fewer rows, the libraries take other code paths, whose results differ in some bits."""
 ROWS_RECOMPUTED = MIN_ROWS_PER_PART * 16
 """Number of rows computed at a time if logits are recomputed in the backward pass."""
 
@@ -47,7 +47,7 @@ def loss_bytes(shape: ModelShape, during: TrainingPass) -> tuple[int, int]:
     kept = norm + tokens * hidden * elements.stream
     rows = 2 * tokens * hidden * size
     values = min(rows_per_part(vocabulary, "cuda" if during.work.on_gpu else "cpu"), tokens) * vocabulary
-    # The logits; in float32 also their log softmax, its gradient, and the gradient of its input.
+    # The logits and, in float32, their log softmax, the gradient of that, and the gradient of its input.
     part = values * (size + 4 + 4 + 4)
     whole = 0
     if head is not None and size != VALUE_BYTES[head.dtype] and not elements.casts_parameters:

@@ -18,7 +18,7 @@ Kind = Literal["linear", "transposed", "embedding", "other"]
 """The kind of a weight: torch's linear layer [outputs, inputs], transformers' Conv1D [inputs, outputs], embedding, other."""
 LINEAR = ("linear", "transposed")
 WHOLE_LOGITS = frozenset({"gemma2", "cohere", "cohere2", "granite", "granitemoe", "granitemoeshared"})
-"""Models that change their logits by default: their configuration need not contain the setting for it."""
+"""Models that change their logits by default: their configuration need not contain the setting that does so."""
 CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 """Names that configurations use for the number of experts per token."""
 EXPERTS_PER_TOKEN = {"qwen2_moe": 4, "qwen3_moe": 8, "olmoe": 8, "gpt_oss": 4, "deepseek_v3": 8, "deepseek_v2": 2}
@@ -34,14 +34,14 @@ EAGER_ONLY = frozenset({
 })  # fmt: skip
 """Decoders for which the pinned transformers has no SDPA (`_supports_sdpa` of their classes)."""
 CONVERTED = frozenset({"gpt_neox", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3"})
-"""Families whose tensors transformers renames, or whose experts it stacks, while loading; used without the model's files."""
+"""Families whose tensors transformers renames, or whose experts it stacks, while loading; used if a model's files are missing."""
 LEARNT_POSITIONS = frozenset({"gpt2", "opt", "gpt_bigcode", "bloom"})
 LENGTH_MULTIPLE = 8
 """Rows are padded to a multiple of this many tokens: matrix products on tensor cores are fast for such lengths."""
 
 
 class UnknownModelError(Exception):
-    """The structure of the model cannot be derived from the files at hand; the text says what would help."""
+    """The structure of the model cannot be derived from the files at hand; the message says what would help."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class ParameterShape:
 
 @dataclass(frozen=True)
 class ArchitectureFacts:
-    """Properties of a model's code that determine its activations and that shapes do not show."""
+    """Properties of a model's code that determine its activations and cannot be seen from shapes."""
 
     hidden_size: int
     num_heads: int
@@ -87,7 +87,7 @@ class ArchitectureFacts:
     attention_dropout: float
     residual_dropout: float
     score_softcap: bool
-    """Whether attention scores are capped by a tanh, which eager attention keeps."""
+    """Whether attention scores are capped by a tanh, whose result eager attention keeps."""
     has_whole_logits: bool
     """Whether the model changes its logits, so they cannot be computed a few rows at a time."""
     rotates_positions: bool
@@ -109,7 +109,7 @@ class ModelShape:
     """Names of the modules that are FSDP units of their own; the root is one more unit."""
     facts: ArchitectureFacts
     constant_bytes: int = 0
-    """Bytes that every rank holds whole in addition to parameters: buffers, and the scales of 4-bit weights."""
+    """Bytes that every rank holds in full in addition to parameters: buffers, and the scales of 4-bit weights."""
 
     @property
     def num_trained(self) -> int:

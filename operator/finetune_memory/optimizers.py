@@ -13,7 +13,7 @@ STEP_BYTES = 4
 
 @dataclass(frozen=True)
 class StateForm:
-    """The state of one parameter."""
+    """The form of the state that is kept for one parameter."""
 
     tensors: tuple[str, ...]
     """Names of the tensors with one value per element; all start at zero."""
@@ -38,6 +38,6 @@ def state_form(training: TrainingPlan) -> StateForm:
 
 
 def state_bytes(training: TrainingPlan, own_bytes: int, tensors: int) -> int:
-    """Count the bytes of one rank's state. own_bytes, tensors: size and number of its parameters, whose type the state has."""
+    """Count the bytes of one rank's state. own_bytes, tensors: size and number of its parameters; the state has their type."""
     form = state_form(training)
     return len(form.tensors) * own_bytes + (tensors * STEP_BYTES if form.is_counted else 0)

@@ -1,7 +1,7 @@
 """The seconds of an optimizer step, from the device's published peak rates and the shares of these that training reaches.
 
-Matrix products and attention take time for their operations, everything else for the bytes that it reads and writes. Kernels run
-one after the other, so their times add up; collectives run at the same time, so the longer of the two decides.
+Matrix products and attention are bound by their operations, everything else by the bytes that it reads and writes. Kernels run
+one after the other, so their times add up; collectives run at the same time as kernels, so the longer of the two times decides.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ HOW_TO_NAME = "give --gpu a name such as H100, or set gpu.product in the profile
 FROZEN_PRODUCTS, TRAINED_PRODUCTS = 2, 3
 """Products with each weight: forward pass and gradient of the input; if the weight is trained, also its own gradient."""
 FORWARD_OF_ATTENTION, BACKWARD_OF_ATTENTION = 2, 5
-"""Number of products over all pairs of tokens; fused attention recomputes the scores in its backward pass."""
+"""Number of attention's products over all pairs of tokens; fused attention recomputes the scores in its backward pass."""
 SCORE_BYTES = 40
 """Bytes that eager attention reads and writes for each score, forward and backward."""
 ELEMENTWISE_BYTES, COMPILED_BYTES = 36, 10
-"""Bytes that norms, rotation, activations and sums read and write for each value that a layer's linear layers put out."""
+"""Bytes that norms, rotation, activations and sums read and write for each output value of a layer's linear layers."""
 LOGIT_BYTES = 34
 """Bytes read and written for each logit: the product's result, its float32 copy, softmax, and both gradients."""
 ADAMW_BYTES = 28
@@ -57,7 +57,7 @@ class StepTime:
     link_seconds: float
     """Time spent in collectives."""
     tokens: int
-    """Number of tokens in a step of all ranks."""
+    """Number of tokens that all ranks process in a step."""
     ranks: int
 
     @property
@@ -70,7 +70,7 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """Name of what limits the speed."""
+        """A description of what limits the speed."""
         return "the device's kernels" if self.kernel_seconds >= self.link_seconds else "the links between devices"
 
     @property
@@ -84,7 +84,7 @@ class StepTime:
 
 
 class UnknownPaceError(Exception):
-    """No time can be calculated; the text says why, and what would help."""
+    """No time can be calculated; the message says why, and what would help."""
 
 
 def calculated_pace(
@@ -189,7 +189,7 @@ class _Pacer:
         return 2 * self.work.tokens * values / (self.device.flops * self.calibration.flops)
 
     def _attention(self, kind: Attention) -> float:
-        """Return attention's seconds in all layers. With a mask, it scores all pairs of a row's tokens; without, half of them."""
+        """Return attention's seconds in all layers. A mask makes it score all pairs of a row's tokens instead of half."""
         facts, work = self.shape.facts, self.work
         products = FORWARD_OF_ATTENTION * (1 + self.products_again) + BACKWARD_OF_ATTENTION
         pairs = len(self.layers) * work.rows * work.length**2 * (1.0 if work.has_mask else 0.5)

@@ -1,4 +1,4 @@
-"""The share of a base that QLoRA packs, and the finding that it does not pack the experts of a mixture.
+"""The share of a base that QLoRA packs, and the finding that the experts of a mixture-of-experts model are not packed.
 
 Experts are stacked parameters; bitsandbytes packs linear layers (docs/explanation/decisions/0018-experts-are-not-packed.md).
 """
@@ -20,12 +20,12 @@ _STACKED_DIMENSIONS = 3
 
 @dataclass(frozen=True)
 class Packing:
-    """The number of a base's frozen values: all, packed, and those of experts."""
+    """Numbers of a base's frozen values: of all, of packed ones, and of those in experts."""
 
     total: int
     packed: int
     experts: Mapping[str, int]
-    """Name of each stacked parameter -> number of its values."""
+    """Maps the name of each stacked parameter to the number of its values."""
 
     @property
     def packed_share(self) -> float:

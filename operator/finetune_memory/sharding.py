@@ -21,7 +21,7 @@ ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class Unit:
-    """Parameters that are gathered together."""
+    """An FSDP unit: parameters that are gathered together."""
 
     name: str
     """Name of the unit's module; empty for the root."""
@@ -65,7 +65,7 @@ def units_of(shape: ModelShape) -> tuple[Unit, ...]:
 
 
 def unit_names(parameters: Sequence[ParameterShape], fsdp: FsdpPlan, layers: Sequence[str]) -> tuple[str, ...]:
-    """Name the units by the plan's policy, children before parents. layers: the model's layers, which are units by default."""
+    """Return the names of the units by the plan's policy, children before parents. layers: the layers, the default units."""
     if fsdp.auto_wrap_policy is AutoWrapPolicy.NO_WRAP:
         chosen: list[str] = []
     elif fsdp.auto_wrap_policy is AutoWrapPolicy.SIZE_BASED_WRAP:
@@ -93,7 +93,7 @@ def shards(
     *,
     is_replicated: bool = False,
 ) -> Shards:
-    """Count what `rank` keeps of these units; rank 0 keeps the most. is_replicated: each rank keeps all trained ones."""
+    """Count what `rank` keeps of these units; rank 0 keeps the most. is_replicated: each rank keeps all trained parameters."""
     if world_size > 1 and is_replicated:
         whole = shards(units, fsdp, 1)
         return replace(whole, frozen=shards(units, fsdp, world_size, rank, param_dtype).frozen)
@@ -133,12 +133,12 @@ def _flat(unit: Unit, fsdp: FsdpPlan, world_size: int, rank: int, param_dtype: s
     start, stop = rank * shard, (rank + 1) * shard
     trained = [(parameter, place) for parameter, place in zip(unit.parameters, places, strict=True) if parameter.is_trained]
     own = sum(max(min(place + parameter.numel, stop) - max(place, start), 0) for parameter, place in trained) * width
-    # One flat gradient also covers frozen parameters.
+    # The gradient of a flat parameter also covers frozen parameters.
     return Shards(size - own, own, own, size, len(trained))
 
 
 def gathered_bytes(units: Sequence[Unit], fsdp: FsdpPlan, elements: Elements) -> int:
-    """Count the bytes of gathered parameters at the fullest moment; the root stays gathered all the time.
+    """Count the bytes of gathered parameters at their peak; the root stays gathered all the time.
 
     Of the other units, one is in use, with the buffer into which it was gathered, and the next one is being gathered
     (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: `unshard` is issued one unit ahead, and a buffer is freed when the
@@ -152,7 +152,7 @@ def gathered_bytes(units: Sequence[Unit], fsdp: FsdpPlan, elements: Elements) ->
     if fsdp.reshard_after_forward is False:
         return root + sum(others) + max(*others, root)
     if fsdp.version == 1:
-        # One flat parameter in use and one that is gathered ahead; views need no copies.
+        # One flat parameter is in use, and one is being gathered ahead; views need no copies.
         return root + 2 * max(others)
     return max(root + 3 * max(others), 2 * root + max(others))
 

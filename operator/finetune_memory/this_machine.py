@@ -1,6 +1,6 @@
-"""The GPUs of the machine on which this process runs, as the driver's own program lists them.
+"""Lists the GPUs of the machine on which this process runs, as reported by the driver's own program.
 
-A library would leave a CUDA context in this process, which forked processes cannot use; and commands have no torch.
+A library would leave a CUDA context in this process, which forked processes cannot use, and commands run without torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _PROGRAM = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nou
 
 
 def gpu_mebibytes() -> Sequence[int]:
-    """List the memory in MiB of each GPU that CUDA_VISIBLE_DEVICES lets a process use; empty without a GPU or a driver."""
+    """List the memory in MiB of each GPU that CUDA_VISIBLE_DEVICES lets this process use; empty without a GPU or a driver."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = () if visible is None else (f"--id={visible.strip()}",)
     if chosen in (("--id=",), ("--id=-1",)):

@@ -1,4 +1,4 @@
-"""Whether a job fits: the memory that a rank may take, the estimate against that limit, and the finding."""
+"""Judges whether a job fits: the memory that a rank may take, the estimate against that limit, and the finding."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def limit_of(plan: RunPlan) -> MemoryLimit | None:
 
 
 def host_limit_of(plan: RunPlan) -> MemoryLimit | None:
-    """Return a rank's share of the pod's memory if it also has a device; None if it has none or the limit is unknown."""
+    """Return a rank's share of the pod's memory if the rank also has a device; None if it has none, or the limit is unknown."""
     placement = plan.placement
     if placement is None or placement.gpu_memory is None:
         return None
@@ -69,11 +69,11 @@ class MemoryVerdict:
     host_limit: MemoryLimit | None = None
     """Limit of host memory if a rank also has a device."""
     leanest: Alternative | None = None
-    """All changes that save memory together, if no combination makes the job fit."""
+    """The combination of all changes that save memory, if no combination makes the job fit."""
     resharding: Choice | None = None
-    """Whether ranks free gathered parameters after the forward pass, if the plan leaves it unset."""
+    """The choice whether ranks free gathered parameters after the forward pass, if the plan leaves it unset."""
     batches: tuple[Choice, ...] = ()
-    """Precision, attention, micro-batch and recomputation, if the plan leaves them unset."""
+    """The choices of precision, attention, micro-batch and recomputation, as far as the plan leaves them unset."""
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -92,7 +92,7 @@ class MemoryVerdict:
 
 
 def predictor(shape: ModelShape, stored: str, limit: MemoryLimit | None, *, longest: int | None = None) -> Predict:
-    """Return a function from a plan to the estimate of this model. The arguments are those of `judge_memory`."""
+    """Return a function that estimates the memory of this model for a plan. The arguments are those of `judge_memory`."""
     layers = read_layers(shape)
     return lambda plan: estimate(plan, shape, resolve_elements(plan, stored), workload(plan, limit, longest), layers)
 
@@ -117,7 +117,7 @@ def judge_memory(
     if limit is None or prediction.total <= limit.bytes:
         return MemoryVerdict(plan, prediction, limit, None, host_limit, resharding=resharding, batches=batches)
     site = Site(has_gpus=limit.is_device, most_ranks=limit.devices)
-    # Changes that barely fit are proposed if none leave room for the estimate's error, or only those that need more nodes.
+    # Changes that barely fit are proposed if no others leave room for the estimate's error, or only ones with more nodes.
     ways = [way for most in (limit.roomy, limit.bytes) if (way := cheapest_fitting(plan, most, predict, site)) is not None]
     alternative = min(ways, key=lambda way: any(change.field == "spec.parallelism.nodes" for change in way.changes), default=None)
     least = None if alternative is not None else leanest(plan, predict, site)
@@ -138,7 +138,7 @@ def workload(plan: RunPlan, limit: MemoryLimit | None, longest: int | None = Non
 
 
 def no_change_suffices(verdict: MemoryVerdict) -> str:
-    """Say in words why no change suffices, and what would."""
+    """Say in words why no change suffices, and what would help."""
     least = verdict.leanest or Alternative((), verdict.estimate)
     on_one_machine = verdict.limit is not None and verdict.limit.devices is not None
     tried_on = "on this machine" if on_one_machine else f"up to {MAX_RANKS_FACTOR} times the ranks"
@@ -180,7 +180,7 @@ def memory_finding(verdict: MemoryVerdict) -> Finding | None:
 
 
 def _host_finding(verdict: MemoryVerdict) -> Finding | None:
-    """Return a warning if devices suffice and the pod's own memory does not: the kernel then kills a rank."""
+    """Return a warning if devices suffice and the pod's own memory does not: the kernel would then kill a rank."""
     limit = verdict.host_limit
     if limit is None or not verdict.exceeds_host:
         return None

@@ -1,4 +1,4 @@
-"""Preconditions of a cluster for FineTuneJobs, judged from facts about it."""
+"""Judges, from facts about a cluster, whether it meets the preconditions for running FineTuneJobs."""
 
 from __future__ import annotations
 
@@ -42,43 +42,43 @@ class StorageClass:
 
 @dataclass(frozen=True)
 class NetworkProbe:
-    """Connections that a pod could make to another under two NetworkPolicies."""
+    """Result of the network probe: which connections succeeded from one pod to another under two NetworkPolicies."""
 
     ingress_denied: bool
-    """Whether the connection that the other pod's ingress policy denies failed."""
+    """True if the connection denied by the listening pod's ingress policy indeed failed."""
     egress_denied: bool
-    """Whether the connection that the asking pod's egress policy denies failed."""
+    """True if the connection denied by the asking pod's egress policy indeed failed."""
     allowed_reached: bool
-    """Whether the connection that both policies allow succeeded."""
+    """True if the connection that both policies allow succeeded."""
     node_denied: bool
-    """Whether the connection to the kubelet of the asking pod's own node, which no policy allows, failed."""
+    """True if the connection to the kubelet on the asking pod's own node failed; no policy allows it."""
     resolved: bool
-    """Whether a name of the cluster was resolved: the policies allow the profile's DNS servers."""
+    """True if a name in the cluster was resolved; the policies allow traffic to the profile's DNS servers."""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """Facts about the cluster."""
+    """The facts about a cluster from which the preconditions are judged."""
 
     namespace: str
     profile_name: str
     server_version: str | UnknownFact
-    """Version of the API server, as in v1.36.3."""
+    """Version of the API server, for example v1.36.3."""
     served: Sequence[str] | UnknownFact
-    """Plural names that the API server serves in this program's API version; empty if it does not serve that version."""
+    """Plural names of the resources served in the API version that this program uses; empty if that version is not served."""
     operators: Sequence[OperatorDeployment] | UnknownFact
     profile: FineTuneProfileSpec | UnknownFact | None
     """The profile; None if there is none of that name."""
     namespace_labels: Mapping[str, str] | UnknownFact | None
-    """Labels of the namespace; None if the profile does not select by them."""
+    """Labels of the namespace; None if the profile does not select namespaces by label."""
     may_create_jobs: bool | UnknownFact
     storage_classes: Sequence[StorageClass] | UnknownFact
     network: NetworkProbe | UnknownFact | None
-    """Result of the probe; None if it was not asked for."""
+    """Result of the network probe; None if no probe was requested."""
 
 
 class CheckId(StrEnum):
-    """The checks."""
+    """Identifiers of the checks."""
 
     KUBERNETES_VERSION = "kubernetes-version"
     """The API server is of a version that the chart supports."""
@@ -110,7 +110,7 @@ class CheckOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One precondition."""
+    """The result of one check."""
 
     id: CheckId
     outcome: CheckOutcome
@@ -119,7 +119,7 @@ class Check:
 
 
 def judge(facts: ClusterFacts) -> list[Check]:
-    """Judge every precondition, in the order in which to repair them."""
+    """Judge every precondition, in the order in which failures should be repaired."""
     return [
         _version(facts.server_version),
         _definitions(facts.served),
@@ -138,7 +138,7 @@ def judge(facts: ClusterFacts) -> list[Check]:
 
 
 def exit_code(checks: Sequence[Check]) -> ExitCode:
-    """Return REFUSED if a check failed, else FAILED if the outcome of one is unknown, else DONE."""
+    """Return REFUSED if a check failed, else FAILED if any outcome is unknown, else DONE."""
     outcomes = {check.outcome for check in checks}
     if CheckOutcome.FAILED in outcomes:
         return ExitCode.REFUSED

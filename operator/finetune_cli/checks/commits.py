@@ -1,4 +1,4 @@
-"""Asks the Hub for the commit of a repository that a manifest names without one, and puts it into the finding about it."""
+"""Asks the Hub for the commits of repositories that a manifest names without one, and puts them into the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HUB = "https://huggingface.co"
 
 
 def with_commits(finding: Finding, content: Any) -> Finding:
-    """Replace the example of a commit in a finding's changes; it stays as it is if the Hub does not name every commit."""
+    """Replace the placeholder commits in a finding's changes; if the Hub does not return all commits, change nothing."""
     if NO_COMMIT not in str(finding.changes):
         return finding
     changed, commits = with_changes(content, finding.changes), []
@@ -39,7 +39,7 @@ def with_commits(finding: Finding, content: Any) -> Finding:
 
 
 def _sources(content: Any) -> list[dict[str, Any]]:
-    """Return the mappings of a manifest that may name a repository, always in the same order; empty where there is none."""
+    """Return the mappings of a manifest that may name a repository, always in the same order; missing ones are empty."""
     datasets = value_at(content, ("spec", "data", "datasets"))
     places = [("model",), ("data",), ("data", "validation")]
     sources = [value_at(content, ("spec", *place)) for place in places] + (datasets if isinstance(datasets, list) else [])
@@ -48,7 +48,7 @@ def _sources(content: Any) -> list[dict[str, Any]]:
 
 @lru_cache
 def _commit(source: str, name: str) -> str | None:
-    """Return the commit of a branch or tag, or of the default branch if `name` is empty; None if the Hub does not answer."""
+    """Return the commit of a branch or tag, or of the default branch if `name` is empty; None if the Hub returns none."""
     from urllib.parse import quote
 
     import urllib3

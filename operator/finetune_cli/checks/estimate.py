@@ -33,13 +33,13 @@ class JobEstimate:
     plan: RunPlan
     verdict: MemoryVerdict
     place: str
-    """Ranks and their devices, in words."""
+    """A description of the ranks and their devices."""
     precision: str
     """Element type of matrix products, and the reason for it."""
     pace: StepTime | None
     """Time of an optimizer step."""
     pace_problem: str
-    """Why the pace is not known; empty if it is."""
+    """Why the pace is unknown; empty if it is known."""
     run_seconds: float | None
     """Seconds of all steps; None if their pace or number is not known."""
     price_per_hour: float | None
@@ -47,7 +47,7 @@ class JobEstimate:
 
     @property
     def device_hours(self) -> float | None:
-        """Hours of all ranks together."""
+        """Device hours of the whole run, summed over all ranks."""
         return None if self.run_seconds is None else self.run_seconds / 3600 * self.plan.parallelism.world_size
 
     @property
@@ -59,10 +59,10 @@ class JobEstimate:
 
 @dataclass(frozen=True)
 class EstimateOptions:
-    """Options besides the manifest; None: the value comes from the profile or the plan."""
+    """Options that are given beside the manifest; None: not given."""
 
     model: Path | None = None
-    """Directory of the base model, or its config.json; None: the job's source, below the directory of claims."""
+    """Directory of the base model, or its config.json; None: the path of the job's source below the directory of claims."""
     gpu_memory: str | None = None
     gpu: str | None = None
     """Name of a device."""
@@ -121,7 +121,7 @@ def _estimate_job(verdict: DocumentVerdict, options: EstimateOptions, claims: Pa
 
 
 def _limit(plan: RunPlan, options: EstimateOptions) -> MemoryLimit | None:
-    """Return the memory of a device from --gpu-memory, --gpu, the profile or the device's name: the first that gives one."""
+    """Return a device's memory from the first of these that gives it: --gpu-memory, --gpu, the profile, the device's name."""
     if options.gpu_memory is not None:
         try:
             size = quantity_bytes(options.gpu_memory)

@@ -1,4 +1,4 @@
-"""`finetune validate --fix`: applies the safe fixes of all findings to manifests, until no finding has one."""
+"""`finetune validate --fix`: applies the safe fixes of findings to manifests, one by one, until none is left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from finetune_job.rules.sources import NO_COMMIT, WITHOUT_COMMIT
 Records = Callable[[FineTuneJob], Sequence[Finding]]
 """Returns the findings on a job's first records; called only for a job that the rules accept."""
 MAX_FIXES = 200
-"""Maximum number of fixes of a document. It is never reached: there are fewer rules, and each fix clears its finding for good."""
+"""Maximum number of fixes per document. It is never reached: there are fewer rules, and a fix resolves its finding for good."""
 
 
 @dataclass
 class FixedFile:
-    """One file after its fixes."""
+    """One file with its fixes applied."""
 
     name: str
     text: str
@@ -39,8 +39,8 @@ class FixedFile:
 def fix(files: Sequence[tuple[str, str]], profile: str | None = None, records: Records | None = None) -> list[FixedFile]:
     """Apply the safe changes of all findings to every FineTuneJob in the files, given as pairs of name and text.
 
-    Changes that a person has to weigh, and examples of values that only the author knows, are not safe. Other objects stay
-    unchanged. records: None: the first records are not checked.
+    Changes that need a human decision, and placeholders for values that only the author knows, are not safe. Other objects stay
+    unchanged. If `records` is None, the first records are not checked.
     """
     fixed = [FixedFile(name, text) for name, text in files]
     documents: list[list[Document]] = []
@@ -78,7 +78,7 @@ def _fixed(content: Any, profiles: Profiles, records: Records | None, made: list
     for _ in range(MAX_FIXES):
         text = json.dumps(content, sort_keys=True)
         if text in before:
-            # If a file has two kinds of records, the fix for one may break the other. Fixes that were undone are not listed.
+            # If a file has two kinds of records, the fix for one may break the other. Fixes that undo each other are not listed.
             del made[first + before.index(text) :]
             break
         found = (with_commits(finding, content) for finding in _findings(content, profiles, records))

@@ -41,7 +41,7 @@ class DocumentVerdict:
     """The verdict on one document, with its findings."""
 
     document: int
-    """Number in its file, from 1; 0: the file as a whole."""
+    """Number of the document in its file, counted from 1; 0: the file as a whole."""
     kind: str
     name: str
     outcome: DocumentOutcome
@@ -61,7 +61,7 @@ class DocumentVerdict:
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """Values that the manifest left unset, and how they were chosen."""
+        """Values chosen for fields that the manifest leaves unset, with the reasons."""
         return self.plan.choices if self.plan is not None else ()
 
 
@@ -81,12 +81,12 @@ class Report:
 
 
 def validate(manifest: str, profile: str | None = None) -> Report:
-    """Judge every FineTuneJob of a manifest with the given profile or, without one, with the profile in it that the job names."""
+    """Judge every FineTuneJob in a manifest, with the given profile or else the one in the manifest that the job names."""
     return validate_files([("", manifest)], profile)
 
 
 def validate_files(files: Sequence[tuple[str, str]], profile: str | None = None) -> Report:
-    """Judge every FineTuneJob in files, given as pairs of name and text. A profile in one file applies to the jobs in all."""
+    """Judge every FineTuneJob in files, given as pairs of name and text. A profile in one file applies to jobs in all files."""
     documents: list[Document] = []
     verdicts: list[DocumentVerdict] = []
     for name, text in files:

@@ -1,4 +1,4 @@
-"""Sends requests to the cluster of a context, with plain documents in and out. Only a followed log may wait without a limit."""
+"""Sends requests to a context's cluster; bodies and answers are plain dicts. Only following a log may wait without a limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TIMEOUT_SECONDS = 30.0
 _SHOWN = 300
 """Maximum number of characters of an answer that a message shows."""
 _MOST_SAID = 2000
-"""Maximum length of a refusal in a message. A policy's refusal begins with the names of the policy and its binding."""
+"""Maximum length of a refusal in a message; a policy's refusal begins with the names of the policy and its binding."""
 _MOST_LINE_BYTES = 1 << 20
 """Maximum length of a line in a log; a longer one is split into several lines."""
 
@@ -77,7 +77,7 @@ class ClusterClient:
     def lines(
         self, path: str, query: Mapping[str, str] | None = None, silence_seconds: float | None = _TIMEOUT_SECONDS
     ) -> Iterator[str]:
-        """Yield the lines of a text as they arrive, without line ends.
+        """Yield the lines of a text answer as they arrive, without line endings.
 
         `silence_seconds`: longest time without data; None: no limit. Raises RequestError, also if the connection breaks.
         """
@@ -104,7 +104,7 @@ class ClusterClient:
 
         Raises RequestError, also if the connection breaks or the program fails.
         """
-        # Imported here because they load the classes of all Kubernetes kinds, which takes a second; few commands get here.
+        # These imports load the classes of all Kubernetes kinds, which takes a second, and few commands need them.
         from kubernetes.client import CoreV1Api
         from kubernetes.client.exceptions import ApiException
         from kubernetes.stream import stream
@@ -143,7 +143,7 @@ class ClusterClient:
                     yield from [chunk] if chunk else []
                 elif time.monotonic() - heard >= silence_seconds:
                     raise RequestError(f"the program in the pod {pod} has printed nothing for {silence_seconds:g} s")
-            # Output that arrived while another channel was read.
+            # Read the output that arrived while another channel was being read.
             rest, more = process.read_channel(STDOUT_CHANNEL), process.read_channel(STDERR_CHANNEL)
             errors = (errors + more)[-_SHOWN:]
             yield from [rest] if rest else []
@@ -152,7 +152,7 @@ class ClusterClient:
             raise RequestError(f"the connection to the pod {pod} broke off: {error}") from error
         finally:
             process.close()
-        # The Status object in which Kubernetes says how a program ended.
+        # Kubernetes reports how the program ended in a Status object.
         end = _object(ended)
         if end is None:
             raise RequestError(f"the connection to the pod {pod} broke off")
@@ -170,7 +170,7 @@ class ClusterClient:
         content_type: str,
         seconds: float | None,
     ) -> urllib3.BaseHTTPResponse:
-        """Send a request, and return a successful answer whose content is not read yet. Raises RequestError."""
+        """Send a request, and return a successful answer before its body is read. Raises RequestError."""
         _, url, headers, *_ = self._api.param_serialize(
             method=method,
             resource_path=path + (f"?{urlencode(query)}" if query else ""),

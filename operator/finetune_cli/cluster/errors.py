@@ -1,4 +1,4 @@
-"""Turns error answers of a cluster into messages that say what is missing and what to do."""
+"""Turns a cluster's error answers into messages that say what is missing and what to do."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Right:
 
 
 def right_for(method: str, path: str) -> Right | None:
-    """Return the permission that a request needs, or None for a path of an unknown form."""
+    """Return the permission that a request needs, or None if the path has an unknown form."""
     match = _PATH.match(path)
     if match is None:
         return None

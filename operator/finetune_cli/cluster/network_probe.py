@@ -1,6 +1,6 @@
 """Finds out whether the cluster's network enforces NetworkPolicies, with two short-lived pods.
 
-The objects are deleted in any case; if this machine dies before that, the pods end by themselves.
+The objects are always deleted afterwards; if this machine dies first, the pods end by themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ANSWERS = 5
 
 
 class _GivenUpError(Exception):
-    """The probe cannot be done; the message says why."""
+    """The probe cannot be completed; the message says why."""
 
 
 def probe_network(
@@ -38,7 +38,7 @@ def probe_network(
     made: list[str] = []
 
     def make(collection: str, document: dict[str, Any]) -> None:
-        # Recorded before the request, which may be carried out even if its answer is lost.
+        # The path is recorded before the request is sent, because the request may succeed even if its answer is lost.
         made.append(f"{collection}/{document['metadata']['name']}")
         client.request("POST", collection, document)
 
@@ -90,7 +90,7 @@ def _address(status: dict[str, Any]) -> str | None:
 
 
 def _report(status: dict[str, Any]) -> list[bool] | None:
-    """Read the report of the asker; None while it has not ended."""
+    """Return the report of the asking pod, or None while that pod has not ended."""
     for container in status.get("containerStatuses", []):
         ended = container.get("state", {}).get("terminated")
         if ended is None:
@@ -106,7 +106,7 @@ def _report(status: dict[str, Any]) -> list[bool] | None:
 
 
 def _reason(status: dict[str, Any]) -> str:
-    """Say why a pod is not running, from its status."""
+    """Explain, from a pod's status, why the pod is not running."""
     states = [state for container in status.get("containerStatuses", []) for state in container.get("state", {}).values()]
     conditions = [condition for condition in status.get("conditions", []) if condition.get("status") != "True"]
     for state in (status, *states, *conditions):

@@ -66,7 +66,7 @@ class Cluster:
         raise ClusterError(message, ExitCode.UNUSABLE, 404)
 
     def seen(self, document: Mapping[str, Any]) -> SeenJob:
-        """Parse the document of a job, and note the context of this cluster in it."""
+        """Parse the document of a job, and record this cluster's context in the result."""
         return replace(seen_job(document), context=self.context)
 
     def pods_of(self, job: SeenJob) -> list[SeenPod]:
@@ -86,7 +86,7 @@ class Cluster:
         return sorted(events, key=lambda event: event.time.timestamp() if event.time is not None else 0.0)
 
     def get(self, version: str, plural: str, name: str, namespace: str | None = None) -> dict[str, Any] | None:
-        """Get an object; None if it does not exist. For an object without a namespace, give an empty one. Raises ClusterError."""
+        """Get an object; None if it does not exist. `namespace` is empty for a cluster-scoped object. Raises ClusterError."""
         place = self.namespace if namespace is None else namespace
         path = f"{collection(version, plural, place)}/{quote(name, safe='')}"
         try:
@@ -97,7 +97,7 @@ class Cluster:
             raise cluster_error(error, "GET", path, self.client.server) from error
 
     def list(self, version: str, plural: str, namespace: str, selector: str = "") -> list[Mapping[str, Any]]:
-        """List the objects of a namespace, or, if it is empty, of all namespaces or of the cluster. Raises ClusterError."""
+        """List the objects of a namespace; an empty one means all namespaces, or cluster-scoped objects. Raises ClusterError."""
         path, query, more = collection(version, plural, namespace), {"labelSelector": selector} if selector else {}, ""
         objects: list[Mapping[str, Any]] = []
         for _ in range(_MOST_PAGES):
@@ -138,7 +138,7 @@ class Cluster:
 
 
 def collection(version: str, plural: str, namespace: str) -> str:
-    """Return the path of a collection. `version`: `v1` or `group/version`. `namespace`: empty for all, or for the cluster."""
+    """Return the path of a collection. `version`: `v1` or `group/version`. `namespace`: empty for all, or if cluster-scoped."""
     root = f"/api/{version}" if version == "v1" else f"/apis/{version}"
     place = f"/namespaces/{quote(namespace, safe='')}" if namespace else ""
     return f"{root}{place}/{plural}"

@@ -1,7 +1,7 @@
 """The two pods of the network probe and their NetworkPolicies, as documents.
 
-The listener accepts connections on three ports. The asker tries them, its own node and a name until the result is what the
-policies demand, and writes the result to its termination message, so no permission to read logs is needed.
+The listener accepts connections on three ports. The asker tries these ports, its own node and a name until the results
+match the policies or time is up. It writes them to its termination message, so no permission to read logs is needed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def listener(suffix: str, profile: FineTuneProfileSpec, seconds: int) -> dict[st
 
 
 def asker(suffix: str, profile: FineTuneProfileSpec, seconds: int, address: str) -> dict[str, Any]:
-    """Return the pod that connects to the other pod at this address."""
+    """Return the pod that connects to the listener at `address`."""
     targets = [*(f"{address} {port}" for port in (BOTH, INGRESS_DENIED, EGRESS_DENIED)), f"$(NODE) {_KUBELET_PORT}"]
     wanted = "[true, false, false, false, true]"
     return _pod(suffix, "asker", profile, seconds, ["-c", ASK, TERMINATION_LOG, str(SETTLE_SECONDS), _NAME, wanted, *targets])
@@ -102,7 +102,7 @@ def _policy(suffix: str, part: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _pod(suffix: str, part: str, profile: FineTuneProfileSpec, seconds: int, arguments: list[str]) -> dict[str, Any]:
-    """Return a pod with the placement of preflight pods that runs Python with these arguments."""
+    """Return a pod that runs Python with these arguments and is placed like a preflight pod."""
     node = {"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}
     container = {"name": part, "command": ["python", *arguments], "env": [node], "terminationMessagePath": TERMINATION_LOG}
     placement = placement_of("doctor", profile, RunSpec())

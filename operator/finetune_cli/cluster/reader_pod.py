@@ -27,7 +27,7 @@ from finetune_job.plan.launch_plan import Placement, read_launch_plan
 CONTAINER = "reader"
 LABEL = "finetune.dev/reader"
 MOST_BYTES = 4 << 20
-"""Maximum bytes read from the end of each file, and maximum bytes printed in all: a kubelet keeps 10 MiB of a log by default."""
+"""Maximum bytes read from the end of each file, and maximum bytes printed in total; a kubelet keeps 10 MiB of a log."""
 
 SCRIPT = """
 import json, os, sys
@@ -68,7 +68,7 @@ for name in [each for asked in names for each in files(asked)]:
         say(file=name, error=str(error))
 say(end=True, cut=left <= 0)
 """
-"""Prints a JSON object per line: for a file its size, then each of its last lines; for a directory its size; finally the end."""
+"""Prints one JSON object per line: a file's size and then each of its last lines, or a directory's size; finally, an end mark."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A pod that mounts the claim of a job's results read-only, and the programs that read the results in it."""
+"""A pod that mounts the claim with a job's results read-only, and the programs that run in it to read them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ResultsPod:
         self._cluster, self._namespace, self._name, self._root = cluster, namespace, name, root
 
     def listing(self) -> dict[str, Any]:
-        """Return `sums`, the text of SHA256SUMS or None, and `sizes`, the bytes of each file it names. Raises ClusterError."""
+        """Return `sums`, the text of SHA256SUMS or None, and `sizes`, the bytes of each file named there. Raises ClusterError."""
         answer = b""
         for chunk in self._run(LIST):
             answer += chunk

@@ -1,6 +1,6 @@
 """Short-lived pods for commands: builds their documents, creates them, waits for them and deletes them.
 
-A command deletes its pods in any case. If this machine dies before that, they end by themselves.
+A command always deletes its pods. If this machine dies first, the pods end by themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_operator.children.placement import apply_placement
 from finetune_operator.children.pod_template import container_security_context, pod_security_context
 
 SECONDS = 300
-"""Time limit until a pod is running or has ended, including pulls of the image."""
+"""Time limit for a pod to start running or to end, including image pulls."""
 DELETE_NOW = {"kind": "DeleteOptions", "apiVersion": "v1", "gracePeriodSeconds": 0}
 _POLL_SECONDS = 0.5
 
@@ -57,7 +57,7 @@ def pod_document(
 def short_lived(
     cluster: Cluster, document: dict[str, Any], namespace: str, phase: str, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[str]:
-    """Create a pod, wait until it is in `phase`, yield its path, and delete the pod in any case. Raises ClusterError."""
+    """Create a pod, wait until it is in `phase`, yield its path, and always delete the pod. Raises ClusterError."""
     name, pods = document["metadata"]["name"], collection("v1", "pods", namespace)
     path = f"{pods}/{name}"
     try:
@@ -89,7 +89,7 @@ def short_lived(
 
 
 def _delete(cluster: Cluster, path: str) -> None:
-    """Delete the pod if it exists. Raises ClusterError, which names a pod that is left."""
+    """Delete the pod if it exists. Raises ClusterError that names the pod if it cannot be deleted."""
     try:
         cluster.send("DELETE", path, DELETE_NOW)
     except ClusterError as error:

@@ -37,7 +37,7 @@ _KEEP = "in the next job, keep more checkpoints (spec.checkpoint.keep, everyStep
 
 @dataclass(frozen=True)
 class AuditOrder:
-    """Arguments of both commands."""
+    """Arguments that `audit` and `reproduce` share."""
 
     run: str
     """Name of a run on this machine, or its directory."""
@@ -49,7 +49,7 @@ class AuditOrder:
 
 @dataclass
 class _Audited:
-    """A run, its plan, and the findings of the trainer's process on its parts."""
+    """A run, its plan, and what the trainer's audit process found about its parts."""
 
     place: RunDirectory
     plan: RunPlan
@@ -85,7 +85,7 @@ class _Audited:
         self.findings.append(audit_finding(rule, **facts))
 
     def note(self, again: WorkspaceLayout) -> str:
-        """Say whether the devices alone may explain a difference in the recomputed files."""
+        """Return a note on whether different devices alone may explain a difference in the recomputed files."""
         here = {line["device"] for line in read_history(again.accounts) if isinstance(line.get("device"), str)}
         return device_note(set(self.devices), here)
 

@@ -1,4 +1,4 @@
-"""`submit`, `suspend`, `resume`, `cancel`, `retry` and `fork`: create jobs of a cluster, or change one field of them."""
+"""`submit`, `suspend`, `resume`, `cancel`, `retry` and `fork`: create jobs, change a job's `spec.run`, or print a manifest."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def submit(
 ) -> tuple[Report, list[Change]]:
     """Create the jobs of a manifest, unless the rules refuse one. The rules use the cluster's profile if it can be read.
 
-    `namespace`: as the user gave it. `is_watched`: several jobs are an error. Raises LocalError, ClusterError.
+    `namespace`: as the user gave it. `is_watched`: more than one job is an error. Raises LocalError, ClusterError.
     """
     report = validate_files([(file, text)], _profile_text(cluster, text, file))
     if report.exit_code is not ExitCode.DONE:
@@ -98,14 +98,14 @@ def _place(document: dict[str, Any], cluster: Cluster, namespace: str | None) ->
 
 
 def _profile_text(cluster: Cluster, text: str, file: str) -> str | None:
-    """Return the jobs' profile in the cluster as a manifest; None if they name several, the file has one, or it is unreadable."""
+    """Return the jobs' profile in the cluster as a manifest; None if they name several, the file has one, or reading fails."""
     verdicts: Sequence[DocumentVerdict] = validate_files([(file, text)], None).verdicts
     names = {verdict.job.spec.profile or DEFAULT_PROFILE for verdict in verdicts if verdict.job is not None}
     if len(names) != 1 or any(verdict.kind == PROFILE_KIND for verdict in verdicts):
         return None
     name = names.pop()
     profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, name, ""))
-    # A profile of another release cannot be read here, so the jobs are judged without it.
+    # If this release cannot read the profile, the jobs are judged without it.
     if profile is None or isinstance(profile, Unseen) or isinstance(read_profile(profile.get("spec")), str):
         return None
     return profile_manifest(name, profile["spec"])

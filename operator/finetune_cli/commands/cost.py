@@ -36,7 +36,7 @@ class Usage:
     name: str
     gpu_hours: float = 0.0
     productive_hours: float | None = None
-    """GPU hours whose work a checkpoint or a finished training kept; None: no attempt of these jobs has ended."""
+    """GPU hours whose work was kept by a checkpoint or by finished training; None: no attempt of these jobs has ended."""
     jobs: int | None = None
     """Number of jobs; None: not counted."""
     cost: float | None = None
@@ -88,7 +88,7 @@ def bill(cluster: Cluster, by: str, now: datetime, *, everywhere: bool) -> Bill:
 
 
 def _prices(cluster: Cluster, notes: list[str]) -> dict[str, float | None]:
-    """Return the price of one GPU for an hour, by the name of each profile with GPUs. Add a note on each unreadable profile."""
+    """Return the hourly price of one GPU for each profile with GPUs, by name. Add a note about each unreadable profile."""
     prices: dict[str, float | None] = {}
     for document in cluster.list(API_VERSION, PROFILE_PLURAL, ""):
         name, spec = documents.text(document, "metadata", "name"), read_profile(documents.value(document, "spec"))
@@ -100,7 +100,7 @@ def _prices(cluster: Cluster, notes: list[str]) -> dict[str, float | None]:
 
 
 def bill_text(bill: Bill) -> str:
-    """Write a table of the bill's rows, in their order, and their sum."""
+    """Return a table of the bill's rows, in their order, followed by the total."""
     rows = [_cells(row) for row in bill.rows]
     costs = [row.cost for row in bill.rows if row.cost is not None]
     total = Usage("all", sum(row.gpu_hours for row in bill.rows), None, None, sum(costs) if costs else None)

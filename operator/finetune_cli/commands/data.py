@@ -1,4 +1,4 @@
-"""`finetune data`: shows a job's first records as training will see them. Also here: the findings of `validate` on them."""
+"""`finetune data`: shows a job's first records as training will see them, and returns the findings of `validate` about them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from finetune_memory.model_shape import UnknownModelError
 
 
 def look_at(manifest: str, claims: Path, claim_paths: Mapping[str, Path], *, shown: int, limit: int) -> Look | Report:
-    """Look at the first records of the one job of a manifest; return the report if the job is refused. Raises LocalError."""
+    """Examine the first records of a manifest's only job; if the rules refuse the job, return their report. Raises LocalError."""
     report = validate(manifest)
     if report.exit_code is not ExitCode.DONE:
         return report
@@ -136,7 +136,7 @@ def local_claims(plan: RunPlan, claims: Path, claim_paths: Mapping[str, Path]) -
 
 
 def _of_model_files(verdict: DocumentVerdict, plan: RunPlan, directories: Mapping[str, Path]) -> list[Finding]:
-    """Warn if the model's files are too large for CPU cores, or if QLoRA packs little of a mixture of experts."""
+    """Warn if the model's files are too large for CPU cores, or if QLoRA packs only a little of a mixture of experts."""
     location = plan.model.location
     if location.claim not in directories:
         return []

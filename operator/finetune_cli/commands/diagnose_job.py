@@ -32,7 +32,7 @@ def examine(cluster: Cluster, name: str) -> CommandAnswer:
     failed = last_failure(job)
     profile: dict[str, Any] | Unseen | None = None
     if is_refused or (failed is not None and failed.failure is FailureClass.HOST_OUT_OF_MEMORY):
-        # Only for these failures does the answer depend on the profile.
+        # The diagnosis depends on the profile only for these failures.
         profile = unless_refused(lambda: cluster.get(API_VERSION, PROFILE_PLURAL, job.profile, ""))
     seen_profile = profile if isinstance(profile, dict) else None
     fixes = None

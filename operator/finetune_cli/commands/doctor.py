@@ -1,4 +1,4 @@
-"""`finetune doctor`: whether a cluster has what FineTuneJobs need."""
+"""`finetune doctor`: checks whether a cluster has what FineTuneJobs need."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ from finetune_job.layout import OutputLayout
 
 LIST_NAME = OutputLayout(Path()).checksums.name
 MOST_BREAKS = 5
-"""Number of connections in a row that break without new bytes of a file before the command gives up."""
+"""Number of connections in a row that may break without delivering new bytes of a file before the command gives up."""
 _LINE = re.compile(r"(?P<sha256>[0-9a-f]{64})  (?P<name>.+)")
 _READ_BYTES = 1 << 20
 _PARTIAL = ".part"
-"""Suffix of a file that is not complete yet; the next call continues it."""
+"""Suffix of a partially copied file; the next call continues the copy."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,10 @@ class Downloaded:
 
 @dataclass(frozen=True)
 class Listener:
-    """Functions with which a copy reports to the user and learns that the user has stopped it."""
+    """Callbacks through which a copy reports its progress and learns whether the user has stopped it."""
 
     told: Callable[[str], None]
-    """Is called with the name of each file before it is copied."""
+    """Called with the name and size of each file before the file is copied."""
     stopped: Callable[[], bool]
     """Whether the user has stopped the copy."""
 
@@ -115,7 +115,7 @@ def parse_list(text: str) -> dict[str, str]:
         if match is None or name.startswith("/") or not path.name or ".." in path.parts or not name.isprintable():
             raise ClusterError(f"{LIST_NAME}: {plain(line, 120)!r} names no file of the results; another program has written it")
         digests[name] = match["sha256"]
-    # Different names may be the same path, such as a//b and ./a/b, so paths are counted instead of names.
+    # Different names may denote the same path, such as a//b and ./a/b, so paths are counted instead of names.
     written = Counter([PurePosixPath(LIST_NAME), *map(PurePosixPath, digests)])
     parts = {path.with_name(f"{path.name}{_PARTIAL}") for path in written}
     for name in digests:

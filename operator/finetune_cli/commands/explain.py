@@ -25,12 +25,12 @@ _TEMPLATE = "spec.data.chatTemplate"
 
 
 def explain(asked: str) -> list[Explained]:
-    """Find everything that a word means; empty if it is unknown.
+    """Return all meanings of a word; empty if the word is unknown.
 
     asked: the id of a finding, a failure class with or without the role that reports it (`train/NonFinite`), an exit code, a word
     of a status (condition, reason, phase, outcome of an attempt), a verdict of `finetune validate`, a check of `finetune doctor`,
-    a value of a field, or a field by its path, the end of its path, or its name in another tool. Upper and lower case are the
-    same, and so are `-`, `_` and spaces in ids.
+    a value of a field, or a field by its path, the end of its path, or its name in another tool. Case does not
+    matter, and `-`, `_` and spaces in ids are equivalent.
     """
     role, slash, rest = asked.strip().partition("/")
     word = rest if slash and role in set(Role) else asked.strip()
@@ -38,10 +38,10 @@ def explain(asked: str) -> list[Explained]:
     meanings: list[Explained] = [each for each in (rule_by_id(identifier), entries().get(identifier)) if each is not None]
     meanings += [transition for transition in TRANSITIONS if transition.rule == identifier]
     meanings += [each for each in _words() if each.text.casefold() in (word.casefold(), identifier)]
-    # Only checks share their names with fields. Any other known word is not looked up among the fields.
+    # Only names of checks can also be names of fields, so no other known word is looked up among the fields.
     if not all(isinstance(meaning, Word) and meaning.kind == _CHECK for meaning in meanings):
         return [*meanings, *_values(word, "spec.")]
-    # Fields of this path, or, if there is none, fields whose path ends with it.
+    # Take the field with exactly this path or, if there is none, the fields whose paths end with it.
     path = _path(word)
     fields = [field for field in all_fields() if _path(field.path) == path]
     fields = fields or [field for field in all_fields() if f".{_path(field.path)}".endswith(f".{path}")]

@@ -68,7 +68,7 @@ def outcome(job: SeenJob, wanted: ConditionType) -> ExitCode | None:
     if job.has_ended:
         return ExitCode.REFUSED
     stalled = find_condition(conditions, ConditionType.STALLED)
-    # A condition of an earlier spec says nothing about this one.
+    # A condition that was observed for an earlier spec says nothing about the current spec.
     is_current = stalled is not None and stalled.observed_generation >= job.generation
     return ExitCode.REFUSED if job.phase == "Stalled" and is_current else None
 
@@ -83,7 +83,7 @@ def wait_for(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> tuple[ExitCode, SeenJob | None]:
-    """Wait for a condition. Return the exit code, FAILED if the time ran out, and the job, None if it was deleted.
+    """Wait for a condition. Return the exit code (FAILED if the time ran out) and the job (None if it was deleted).
 
     Raises ClusterError.
     """

@@ -30,9 +30,9 @@ _QUESTIONS = {
     "revision": ("Commit of {}, 40 digits (`{}` prints it)", "--revision", "spec.model.revision"),
     "data_revision": ("Commit of {}, 40 digits (`{}` prints it)", "--data-revision", "spec.data.revision"),
 }
-"""Answer -> its question, option and field."""
+"""Maps each answer to its question, its option, and the field that it sets."""
 _STAND_INS = {"model": "pvc://models/base", "data": "pvc://data/train.jsonl"}
-"""Answers in place of those that are not given yet, so that a first answer can be checked."""
+"""Stand-ins for answers that are not given yet, so that the first answer can already be checked."""
 MOST_DEVICES = 64
 """Maximum of spec.parallelism.processesPerNode."""
 _FORMAT = f"Format of the records ({', '.join(DataFormat)})"
@@ -93,7 +93,7 @@ def unseen(answers: Answers, records: FirstRecords | None) -> bool:
 
 
 def usual_format(answers: Answers, records: FirstRecords | None) -> DataFormat:
-    """The format of records that are not seen: chats, if the model is here and has a template for them."""
+    """Return the format to assume for records that are not here: chat, if the model is here and has a chat template."""
     model = _local(answers.model, records)
     if model is not None and (model / "chat_template.jinja").is_file():
         return DataFormat.CHAT
@@ -104,14 +104,14 @@ def usual_format(answers: Answers, records: FirstRecords | None) -> DataFormat:
 
 
 def _place(source: str | None) -> ClaimPath | HubPath | BucketPath | None:
-    """The parts of an address; None if it has none, which validation refuses."""
+    """Return the parsed address; None if it cannot be parsed, which validation reports."""
     with suppress(ValueError):
         return parse_source(source or "")
     return None
 
 
 def _local(source: str | None, records: FirstRecords | None) -> Path | None:
-    """The path on this machine of a source on a claim; None for other sources."""
+    """Return the path on this machine of a source on a claim; None for other sources."""
     place = _place(source)
     if records is None or not isinstance(place, ClaimPath):
         return None
@@ -119,7 +119,7 @@ def _local(source: str | None, records: FirstRecords | None) -> Path | None:
 
 
 def _checks(answers: Answers, field: str, records: FirstRecords | None) -> Callable[[str], str]:
-    """Return the check of an answer by the rules, which raises BadParameter so that it is asked for again."""
+    """Return a function that checks an answer by the rules; it raises BadParameter so that the question is asked again."""
 
     def check(text: str) -> str:
         text, given = text.strip(), {name: value for name in _QUESTIONS if (value := getattr(answers, name)) is not None}
@@ -142,7 +142,7 @@ def _device_count(text: Any) -> int:
 
 
 def manifest_text(answers: Answers) -> tuple[str, Report]:
-    """Write the manifest, and judge it by the rules."""
+    """Return the text of the manifest, and the rules' report on it."""
     last = (answers.model or "").rstrip("/").rpartition("/")[2].lower()
     stem = re.sub(r"[^a-z0-9]+", "-", last).strip("-")[: MAX_JOB_NAME - len("-tuned")].rstrip("-")
     name = answers.name or f"{stem or 'model'}-tuned"
@@ -171,7 +171,7 @@ def manifest_text(answers: Answers) -> tuple[str, Report]:
 def made_for(text: str, answers: Answers, records: FirstRecords) -> tuple[str, Report, list[str]]:
     """Adapt an accepted manifest to the first records. Raises LocalError.
 
-    Return the manifest, the report on it, and messages about what was changed or not looked at.
+    Return the manifest, the report on it, and messages about what was changed or not checked.
     """
     (fixed,) = fix([(_NAME, text)], records=records.findings)
     messages = [f"the first records need {changes_text(finding.changes)}" for _, finding in fixed.made]

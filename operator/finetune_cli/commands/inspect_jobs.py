@@ -22,12 +22,12 @@ class CommandAnswer:
 
 
 def utc_now() -> datetime:
-    """Return the time now, with its zone."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
 def list_changes(jobs: list[SeenJob], before: dict[str, str] | None, place: str, *, everywhere: bool) -> CommandAnswer | None:
-    """Show the jobs that have changed; None if none has. before: resource versions by UID; None: all jobs are shown."""
+    """Show the jobs that have changed; None if none has. before: earlier resource versions by UID; None: show all jobs."""
     now, shown = utc_now(), [job for job in jobs if before is None or before.get(job.uid) != job.resource_version]
     if before is not None and not shown:
         return None
@@ -46,7 +46,7 @@ def status_answer(
 ) -> CommandAnswer:
     """Show the state of a job.
 
-    losses: all that are known; the latest is appended if the job is watched. checkpoints: None: the workspace was not read.
+    losses: all known losses; for a watched job, the latest is appended. If `checkpoints` is None, the workspace was not read.
     """
     # These imports are slow, and `list` does not need them.
     from finetune_cli.jobs.diagnosis import diagnose

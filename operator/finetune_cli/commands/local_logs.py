@@ -35,7 +35,7 @@ def local_log_lines(run: KnownRun, request: LogRequest) -> Iterator[str]:
 
 
 def _lines(file: IO[bytes], rank: int | None, *, is_over: bool) -> Iterator[str]:
-    """Yield the complete lines from here to the end, and an incomplete last one if the file is no longer written."""
+    """Yield the complete lines from the current position to the end, and an incomplete last line if the run is over."""
     while line := file.readline(_MOST_LINE_BYTES):
         if not is_over and not line.endswith(b"\n") and len(line) < _MOST_LINE_BYTES:
             file.seek(-len(line), 1)

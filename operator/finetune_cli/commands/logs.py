@@ -1,4 +1,4 @@
-"""`finetune logs` of a job in a cluster: reads the logs of its pods, or, if the pods are gone, of its workspace."""
+"""`finetune logs` of a job in a cluster: reads the logs from its pods or, if the pods are gone, from its workspace."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_WAITING = 10_000
 
 
 def log_lines(cluster: Cluster, name: str, request: LogRequest) -> Iterator[str]:
-    """Yield escaped lines, each after the pod's name if there are several pods. Raises LocalError."""
+    """Yield escaped lines, each prefixed with the pod's name if there are several pods. Raises LocalError."""
     job = cluster.job(name)
     if request.rank is not None and not 0 <= request.rank < job.num_ranks:
         raise LocalError(
@@ -71,7 +71,7 @@ def _pod_lines(cluster: Cluster, namespace: str, pod: SeenPod, query: Mapping[st
     path = f"{collection('v1', 'pods', namespace)}/{pod.name}/log"
     # The container is named because a service mesh may have added others to the pod.
     asked = {"container": CONTAINER_NAME, **query, **({"follow": "true"} if follow else {})}
-    # A followed log has no time limit, because its pod may be silent for long.
+    # Following a log has no time limit, because the pod may print nothing for a long time.
     yield from cluster.lines(path, asked, None if follow else 30.0)
 
 

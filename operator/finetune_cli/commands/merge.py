@@ -1,4 +1,4 @@
-"""`finetune merge`: merges adapters and a base on disk into a verified model in another directory."""
+"""`finetune merge`: merges adapters into a base model on disk, and writes a verified model to another directory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_order(order: MergeOrder) -> None:
 
 
 class MergeView(View):
-    """Shows a bar of written bytes on a terminal, and a line for each stage in a file."""
+    """Shows a bar of written bytes on a terminal, or one line per stage if the output goes to a file."""
 
     def __init__(self, console: Console, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         facts = (DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
@@ -77,7 +77,7 @@ class MergeView(View):
         return self
 
     def progressed(self, written: int, total: int) -> None:
-        """Show how many of all bytes are written."""
+        """Show how many of the bytes have been written."""
         self.begins("merging")
         self._signs.detail(f"{written / 1e9:.1f} of {total / 1e9:.1f} GB written")
         self._bars.update(self._task, completed=written, total=total)

@@ -71,7 +71,7 @@ def _rehearse(place: RunDirectory, plan: RunPlan, seconds: float, console: Conso
 
 
 class _RehearsalPrinter(View):
-    """Prints what the process of a rehearsal reports."""
+    """Prints what the rehearsal process reports."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         super().__init__(console, prefix=f"{job}: ", silence_seconds=silence_seconds)
@@ -79,7 +79,7 @@ class _RehearsalPrinter(View):
         self.exit_code = ExitCode.REFUSED
 
     def begins(self, log: Path) -> None:
-        """Print what begins, and that the output of libraries is in `log`."""
+        """Print what the rehearsal will do, and that `log` holds the output of libraries."""
         self._print(f"{self._job}: looking at the model, then trying the job on a scaled-down one (output: {log})")
         self._signs.doing("looking at the model")
 
@@ -99,7 +99,7 @@ class _RehearsalPrinter(View):
 
 
 def stage_text(stage: Mapping[str, Any]) -> str:
-    """Return the line of a stage that has ended."""
+    """Return the line that reports a finished stage."""
     problem = str(stage["problem"]).strip().splitlines()
     ending = "right" if not problem else f"wrong: {problem[0]}"
     return f"  {stage['stage']:8} {stage['seconds']:5.1f} s  {ending}"

@@ -36,9 +36,9 @@ from finetune_job.reasons import ConditionType
 def reproduce_job(
     cluster: Cluster, name: str, new_name: str | None, nodes: int | None, report: Callable[[str], None], *, waits: bool
 ) -> Change | AuditEnd:
-    """Run the spec of a job again as another job, unless that exists already, and compare the results of both.
+    """Run the spec of a job again as another job, unless that job exists already, and compare the results of both.
 
-    nodes: number of nodes; None: the first job's. report: gets the new job's progress. waits: whether to wait for its end.
+    nodes: number of nodes; None: the first job's. report: called with the new job's progress. waits: whether to wait for its end.
     Returns a Change if the job was created and is not waited for. Raises LocalError, ClusterError.
     """
     job = cluster.job(name)
@@ -76,7 +76,7 @@ def _made_already(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) 
 
 
 def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Change:
-    # The folder is new, because a job keeps complete files of an earlier try.
+    # The results go to a new folder, because a job keeps complete files that an earlier attempt left in its folder.
     document = reproduction_of(job, name, nodes, f"{name}-{secrets.token_hex(4)}")
     report, made = submit(cluster, document_text(document), f"reproduction of {job.name}", None)
     if not made:
@@ -86,7 +86,7 @@ def _create(cluster: Cluster, job: SeenJob, name: str, nodes: int | None) -> Cha
 
 
 def _ended(cluster: Cluster, job: SeenJob, again: SeenJob, report: Callable[[str], None]) -> SeenJob:
-    """Return the new job as soon as it has ended, or its inputs turn out to differ from those of the job."""
+    """Return the new job as soon as it has ended, or its inputs turn out to differ from those of the original job."""
 
     def is_decided(seen: SeenJob | None) -> bool:
         return seen is not None and (outcome(seen, ConditionType.FINISHED) is not None or has_error(inputs_differ(job, seen)))

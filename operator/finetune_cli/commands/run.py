@@ -96,12 +96,12 @@ def run_job(manifest: str, options: Options, console: Console) -> RunEnd:
 
 
 def run_text(end: RunEnd) -> str:
-    """Return the text for the end of the command."""
+    """Return the text that is printed when the command ends."""
     return "" if end.summary is None else summary_text(end.exit_code, end.summary)
 
 
 def run_document(end: RunEnd) -> dict[str, Any]:
-    """Return how the command ended as plain data."""
+    """Return, as plain data, how the command ended."""
     failed = end.last if end.last is not None and end.last.outcome is not Outcome.SUCCEEDED else None
     findings = end.findings or (failed.findings if failed is not None else [])
     return {
@@ -116,7 +116,7 @@ def run_document(end: RunEnd) -> dict[str, Any]:
 
 
 def _refused_at_once(plan: RunPlan, directories: Mapping[str, Path], console: Console) -> Sequence[Finding]:
-    """Look at the model's files, the first records and the places of the results before anything heavy is imported.
+    """Check the model's files, the first records and the places of the results before anything slow is imported.
 
     Return all findings if one of them refuses the job, otherwise none. Raises LocalError.
     """
@@ -143,8 +143,8 @@ def accepted_job(manifest: str, console: Console) -> FineTuneJob | RunEnd:
 
 
 def local_plan(job: FineTuneJob, own_output: bool, ranks: int | None = None, *, on_gpu: bool = False) -> RunPlan:
-    """Return the plan of a job on this machine. `own_output`: results go to a directory of their own. `ranks`: number of training
-    ranks; None: the job's number. `on_gpu`: whether the ranks find a GPU. Raises LocalError.
+    """Return the plan of a job on this machine. `own_output`: whether results go to a separate directory. `ranks`: number of
+    training ranks; None: the job's number. `on_gpu`: whether the ranks find a GPU. Raises LocalError.
     """
     is_ordered, most = job.spec.training.reduction is GradientReduction.ORDERED, world_size(job.spec)
     if ranks is not None and not is_ordered:

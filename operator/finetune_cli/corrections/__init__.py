@@ -1,1 +1,1 @@
-"""Finds what to write in place of mistakes in manifests."""
+"""Proposes corrections for mistakes in manifests."""

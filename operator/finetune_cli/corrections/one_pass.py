@@ -22,15 +22,15 @@ from finetune_job.rules.rule import format_value
 M = TypeVar("M", bound=BaseModel)
 _ROUNDS = 5
 _MOST_CORRECTED = 256
-"""Maximum number of fields corrected in one document: more than a person gets wrong by mistake."""
+"""Maximum number of fields corrected in one document: more than anybody gets wrong by accident."""
 _LEAST_CORRECTED = 16
 _CHARACTERS = 1_000_000
-"""Maximum size of all changes: each change of a list's entry holds the whole list, so large documents get fewer corrections."""
+"""Maximum total size of all changes. A change to a list entry holds the whole list, so large documents get fewer corrections."""
 
 
 def read(model: type[M], content: Any) -> M:
     """Read a document as a model of the API. Raises ValidationError."""
-    # Only in JSON does pydantic's strict mode accept the words of enumerations.
+    # Pydantic's strict mode accepts the words of enumerations only in JSON.
     return model.model_validate_json(json.dumps(content), strict=True, by_alias=True, by_name=False)
 
 
@@ -108,7 +108,7 @@ def _finding(wrong: WrongField, repair: _Repair | None, content: Any) -> Finding
 
 
 def value_text(written: Any) -> str:
-    """Write a value as in a manifest; a long one is cut."""
+    """Return a value as it is written in a manifest, shortened if it is long."""
     if isinstance(written, dict):
         return "a mapping"
     return _shortened(json.dumps(written) if isinstance(written, str) else format_value(written), 100)
@@ -132,7 +132,7 @@ class _Repair:
     """Whether further steps may follow; False: the field is left to a person."""
 
     def take(self, wrong: WrongField, draft: Any) -> Any:
-        """Add the proposal for a field that is wrong in the draft, and return the draft with its edits."""
+        """Add the proposal for a field that is wrong in the draft, and return the draft with the proposal's edits applied."""
         proposal = propose(replace(wrong, content=draft))
         others = [place for place, _ in proposal.edits if place != wrong.place]
         self.steps[wrong.place] = proposal
@@ -145,17 +145,17 @@ class _Repair:
         return draft
 
     def give_up(self) -> None:
-        """Leave the field to a person, with the advice of all steps."""
+        """Leave the field to a person, but keep the advice of all steps."""
         self.edits, self.is_certain, self.is_open = [], False, False
 
     def covers(self, place: Place) -> int:
-        """Return how many of the first parts of a place this repair writes."""
+        """Return the length of the longest prefix of a place that this repair writes; 0 if there is none."""
         written = [self.wrong.place, *(edited for edited, _ in self.edits)] if self.is_open else []
         return max((len(each) for each in written if place[: len(each)] == each), default=0)
 
 
 def _left(model: type[BaseModel], draft: Any, repairs: Collection[_Repair]) -> Iterator[tuple[WrongField, _Repair]]:
-    """Yield the fields that are wrong in the draft, each with the repair that writes it; unknown fields last."""
+    """Yield the fields that are still wrong in the draft, each with the repair that wrote it; unknown fields come last."""
     for wrong in sorted(wrong_fields(model, draft).values(), key=lambda wrong: wrong.kind == "extra_forbidden"):
         repair = max(repairs, key=lambda repair: repair.covers(wrong.place), default=None)
         if repair is not None and repair.covers(wrong.place):
@@ -163,7 +163,7 @@ def _left(model: type[BaseModel], draft: Any, repairs: Collection[_Repair]) -> I
 
 
 def _is_free(content: Any, place: Place) -> bool:
-    """Whether a place is unset, and no value other than a mapping or list blocks the way to it."""
+    """Whether a place is unset, and every value on the path to the place is a mapping or a list."""
     for depth in range(1, len(place) + 1):
         value = value_at(content, place[:depth])
         if value is None:

@@ -1,6 +1,6 @@
 """Says why the schema refuses a field, and proposes repairs: a fix in words, and the edits that a program can make.
 
-The value that a proposal writes may itself be wrong, such as a misspelt value under a misspelt name: `one_pass` then asks again.
+The value that a proposal writes may itself be wrong, like a misspelt value under a misspelt name; `one_pass` then asks again.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ def example(model: type[BaseModel] | None, alias: str) -> Any:
 
 
 def accepted_words(wrong: WrongField) -> list[str]:
-    """Return the words of an enumeration that may be written."""
+    """Return the words that the field's enumeration accepts and no rule refuses."""
     return [word for word in re.findall(r"'([^']*)'", str(wrong.context.get("expected"))) if word not in REFUSED_WORDS]
 
 
 def listed(words: Sequence[str], *, last: str) -> str:
-    """List words in quotes; of many, only the first. last: the word before the number of the others."""
+    """List words in quotes; if there are many, only the first few, and then the word `last` and the number of the others."""
     quoted = [f"'{word}'" for word in words]
     if len(words) > _MOST_LISTED:
         return f"{', '.join(quoted[:_FIRST_LISTED])} {last} {len(words) - _FIRST_LISTED} others"
@@ -153,7 +153,7 @@ def _write(
 
 
 def _move(wrong: WrongField, place: Place, value: Any, *, is_certain: bool = True) -> Proposal:
-    """Move the value to another place. The fix names a sibling by its name, and any other place by its path."""
+    """Move the value to another place. The fix calls a sibling field by its name, and any other place by its path."""
     name = str(place[-1]) if place[:-1] == wrong.place[:-1] else path_text(place)
     return Proposal(f"write {name}", ((wrong.place, None), (place, value)), is_certain)
 
@@ -168,7 +168,7 @@ def _missing(wrong: WrongField) -> Iterator[Proposal]:
 
 
 def _no_steps(wrong: WrongField) -> Proposal | None:
-    """Leave out a number of steps that is 0 or less: the default of transformers is -1, which sets no number."""
+    """Propose to leave out a number of steps of 0 or less: the default of transformers is -1, which means no limit."""
     steps = number(wrong.value)
     if wrong.model is not FineTuneJob or letters(wrong.key) not in names_of(STEPS) or steps is None or steps > 0:
         return None
@@ -195,7 +195,7 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
     if near is not None and near[1]:
         yield _move(wrong, (*parents, near[0]), wrong.value)
     if is_job:
-        # A field of this name in another part of the spec, if there is only one.
+        # Propose the field of this name in another part of the spec, if there is exactly one.
         paths = [
             field.path
             for field in all_fields()
@@ -212,7 +212,7 @@ def _unknown(wrong: WrongField) -> Iterator[Proposal]:
 
 
 def _other_name(wrong: WrongField, model: str, free: list[str]) -> Iterator[Proposal]:
-    """Yield the field for which the table lists this name, unless the field or a name listed before this one is written."""
+    """Yield the field for which the table lists this name, unless the field, or a name listed before this one, is present."""
     siblings = {letters(name) for name in value_at(wrong.content, wrong.place[:-1])}
     for path, text in table()["names"].get(model, {}).items():
         names = [letters(name) for name in text.split()]
@@ -236,7 +236,7 @@ def _setting_of_another_tool(wrong: WrongField) -> Iterator[Proposal]:
         yield Proposal(f"remove it, or {proposal.fix}: {path_text(taken[0][0])} is written already", (removal,))
 
 
-# A value of another type
+# A value of the wrong type
 
 _YES, _NO = ("true", "yes", "on", "y", "1", "enabled"), ("false", "no", "off", "n", "0", "disabled")
 
@@ -316,7 +316,7 @@ def _word_of_another_tool(wrong: WrongField, path: str, written: str) -> Iterato
 
 
 Use = Literal["model", "data", "output"]
-"""The use of an address."""
+"""The purpose for which an address is used."""
 _USES: dict[str, Use] = {SOURCE_PATTERN: "data", DESTINATION_PATTERN: "output"}
 _USUAL_CLAIM: dict[Use, str] = {"model": "models", "data": "data", "output": "models-out"}
 _HUB_LINK = re.compile(r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(.+)")
@@ -324,7 +324,7 @@ _HUB_BRANCH = re.compile(r"/(?:tree|blob|resolve)/[^/]+")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|txt|arrow|gz|safetensors)$", re.IGNORECASE)
 _LONGEST_ADDRESS = 512
-"""Characters of the longest text that is taken for an address."""
+"""Maximum length of a text that is taken for an address."""
 
 
 def _pattern(wrong: WrongField) -> Iterator[Proposal]:
@@ -349,7 +349,7 @@ _UNITS = {"": "G", "b": ""} | {f"{letter}{end}".lower(): letter for letter in "K
 
 
 def _sizes(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield sizes with the same number and a similar unit, and whether the text has a unit."""
+    """Yield sizes with the number in the text and a similar unit, each with a flag: whether the text has a unit."""
     parts = re.fullmatch(r"\s*([0-9]{1,10})\s*([A-Za-z]{0,3})\s*", text)
     if parts is not None and parts[2].lower() in _UNITS:
         unit = _UNITS[parts[2].lower()]
@@ -378,7 +378,7 @@ def _address(wrong: WrongField, written: str, pattern: str) -> Iterator[Proposal
         address, note = f"pvc://{claim}/{name}", f"give `finetune run` --claim {claim}={directory or slash or '.'}"
     if not is_form(pattern, address):
         return
-    # A Hub address needs a commit for reading, or a token for writing.
+    # Reading from a Hub address requires a commit, and writing to one requires a token.
     key, value = ("secretRef", {"name": WRITE_TOKEN_SECRET}) if use == "output" else ("revision", revision)
     place = (*wrong.place[:-1], key)
     is_incomplete = address.startswith("hf://") and value_at(wrong.content, place) is None
@@ -389,7 +389,7 @@ def _address(wrong: WrongField, written: str, pattern: str) -> Iterator[Proposal
 
 
 def _slug(text: str) -> str:
-    """Make a valid Kubernetes name: lower case, digits and dashes, at most 63 characters."""
+    """Make a valid Kubernetes name: lower-case letters, digits and dashes, at most 63 characters."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower())[:63].strip("-")
 
 

@@ -1,4 +1,4 @@
-"""A field that the schema refuses. Also here: places in documents and models, and the comparison of names in any spelling."""
+"""Describes fields that the schema refuses, finds places in documents and models, and compares names in any spelling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_job.rules.rule import yaml_text
 Place = tuple[int | str, ...]
 """Names and indices from the top of a document to a field."""
 SURE = 0.8
-"""Two words with at least this similarity differ only by a typing error."""
+"""Minimum similarity of two words that are taken to differ only by a typing error."""
 _LIKE = 0.6
 LONGEST_WORD = 200
 """Longest word that is compared, in characters."""
@@ -29,11 +29,11 @@ class Proposal:
     fix: str
     """The repair in words."""
     edits: tuple[tuple[Place, Any], ...] = ()
-    """Places and their new values; None removes a value. Without edits, the fix is for a person."""
+    """Places and their new values; None removes a value. If there are none, a person has to apply the fix."""
     is_certain: bool = False
     """Whether no other meaning is possible; a program may then make the edits without asking."""
     message: str = ""
-    """The reason for the refusal; empty: the schema's own words are good enough."""
+    """The reason for the refusal; empty: `reason_of` derives it from the schema."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class WrongField:
 
 
 def path_text(place: Place) -> str:
-    """Write a place as people do, as in `spec.data.datasets[0].source`."""
+    """Return a place in the usual notation, as in `spec.data.datasets[0].source`."""
     text = ""
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
@@ -104,7 +104,7 @@ def value_at(content: Any, place: Place) -> Any:
 
 
 def with_value(content: Any, place: Place, value: Any) -> Any:
-    """Return a copy with a value at a place; None removes it. A value that blocks the way to the place becomes a mapping."""
+    """Return a copy with a new value at a place; None removes the old one. A scalar on the way to the place becomes a mapping."""
     if not place:
         return value
     head, *rest = place
@@ -141,7 +141,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields_of(model: type[BaseModel] | None) -> list[str]:
-    """Return the names of a model's fields as manifests have them."""
+    """Return the names of a model's fields as they are written in manifests."""
     return [] if model is None else [info.alias or name for name, info in model.model_fields.items()]
 
 
@@ -176,7 +176,7 @@ def nearest(written: Any, words: Iterable[str]) -> tuple[str, bool] | None:
 
 
 def nested_text(value: Any) -> str:
-    """Write a value on one line, as YAML does."""
+    """Return a value as YAML on one line."""
     if not isinstance(value, dict):
         return yaml_text(value)
     return "{" + ", ".join(f"{key}: {nested_text(item)}" for key, item in value.items()) + "}"

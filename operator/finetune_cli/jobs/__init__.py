@@ -1,1 +1,1 @@
-"""Jobs of a cluster as plain data, and what is concluded from them. Nothing here reads a cluster, a file or the clock."""
+"""Represents jobs of a cluster as plain data, and draws conclusions from them. Reads no cluster, file or clock."""

@@ -22,7 +22,7 @@ from finetune_job.reasons import AttemptOutcome, ConditionType, Reason
 from finetune_operator.decide.failures.restart_policy import POLICY, Retry
 
 SILENT_SECONDS = 900
-"""A training that shows no new step for this long is reported as silent."""
+"""Training that shows no new step for this many seconds is reported as silent."""
 _MOST_EVENTS = 5
 _MOST_EVIDENCE = 8
 
@@ -41,13 +41,13 @@ class Diagnosis:
     commands: tuple[str, ...] = ()
     """Commands for a shell."""
     patch: Patch | None = None
-    """JSON merge patch of a manifest of a new job; None: no change is known that would help."""
+    """JSON merge patch for the manifest of a new job; None if no helpful change is known."""
 
 
 def diagnose(
     job: SeenJob, now: datetime, pods: Sequence[SeenPod] = (), events: Sequence[SeenEvent] = (), fixes: Patch | None = None
 ) -> Diagnosis:
-    """Diagnose a job from its status, and from those pods and events that were seen.
+    """Diagnose a job from its status, and from those of its pods and events that could be read.
 
     `fixes`: a patch with the fixes of the rules' findings.
     """

@@ -1,4 +1,4 @@
-"""Reads objects of the API server, which may hold anything: a value of an unexpected form counts as absent."""
+"""Reads objects of the API server, which may hold anything: a value of an unexpected form is treated as absent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(content: object, *keys: str) -> dict[str, str]:
 
 
 def moment(written: str) -> datetime | None:
-    """Return a time of the API server in UTC; None if it is not a time, or if Python cannot represent it."""
+    """Parse a time from the API server, and return it in UTC; None if the text is no time that Python can represent."""
     try:
         parsed = datetime.fromisoformat(written)
         return parsed.replace(tzinfo=UTC) if parsed.tzinfo is None else parsed.astimezone(UTC)
@@ -53,7 +53,7 @@ def moment(written: str) -> datetime | None:
 
 
 def decimal(written: str) -> float | None:
-    """Return a finite number of a status, or None."""
+    """Parse a finite number from a status; None if the text is not one."""
     try:
         parsed = float(written)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reads and writes lengths of time such as `1h30m`."""
+"""Parses and formats durations such as `1h30m`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST = 10 * 365 * 86_400
 
 
 def parse_duration(text: str, option: str) -> float:
-    """Return the seconds of `90`, `90s`, `10m`, `1h30m` or `2d`. Raises LocalError."""
+    """Return the seconds of a duration such as `90`, `90s`, `10m`, `1h30m` or `2d`. Raises LocalError."""
     match = _FORM.fullmatch(text.strip()) if text.strip() else None
     if match is None:
         raise LocalError(f"{option}: {text!r} is not a length of time; write 90s, 10m, 1h30m or 2d")
@@ -23,7 +23,7 @@ def parse_duration(text: str, option: str) -> float:
 
 
 def duration_text(seconds: float | None) -> str:
-    """Write a time in its two largest units: `2d3h`, `1h05m`, `4m10s`, `12s`; empty for None."""
+    """Return a duration in its two largest units: `2d3h`, `1h05m`, `4m10s`, `12s`; empty for None."""
     if seconds is None:
         return ""
     whole = int(max(seconds, 0.0))

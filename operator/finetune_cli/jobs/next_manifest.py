@@ -57,7 +57,7 @@ def fork_of(document: Mapping[str, Any], name: str, changes: Iterable[FieldChang
 
 
 def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
-    """Return changes that make a job's copy start from the original's checkpoint at `step`, on its claim. Raises LocalError."""
+    """Return changes that make a job's copy start from the original job's checkpoint at `step`. Raises LocalError."""
     metadata, workspace = document.get("metadata"), document["spec"].get("workspace")
     if not isinstance(metadata, Mapping) or not isinstance(workspace, Mapping):
         raise LocalError("--from: the job has no metadata or no spec.workspace, by which its checkpoints are found")
@@ -73,14 +73,14 @@ def start_changes(document: Mapping[str, Any], step: int) -> list[FieldChange]:
 
 
 def other_destination(destination: str, name: str) -> str:
-    """Return a place of the same kind under another name: another folder, repository or tag."""
+    """Return a destination of the same kind for a job of this name: another folder, repository or tag."""
     address = destination.rstrip("/")
     scheme, _, place = address.partition("://")
     if scheme == "oci":
         return f"{address}-{name}" if ":" in place.rpartition("/")[2] else f"{address}:{name}"
     if scheme == "hf":
         return f"{address}-{name}"
-    # A whole claim or bucket stays the same, and the name becomes a folder in it.
+    # If the destination is a whole claim or bucket, the name becomes a folder in it.
     head, slash, _ = place.rpartition("/")
     return f"{scheme}://{head}/{name}" if slash else f"{address}/{name}"
 

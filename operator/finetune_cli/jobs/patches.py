@@ -1,4 +1,4 @@
-"""Makes JSON merge patches (RFC 7396) of manifests, against a failure or between two objects, and writes them as `--set`."""
+"""Makes JSON merge patches (RFC 7396): remedies for failures, and differences of two objects; writes them as `--set` options."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Patch = dict[str, Any]
 _MOST_TIMEOUT_SECONDS, _MOST_DEADLINE_SECONDS = 86_400, 604_800
 """The largest values that the API accepts."""
 _SLOWER = 0.5
-"""Factor for a learning rate that diverged; the rate may be reduced even more."""
+"""Factor applied to a learning rate at which training diverged; the rate may be reduced even more."""
 _WRITES_TO_WORKSPACE = (Role.FETCH, Role.PREFLIGHT, Role.TRAIN)
 _SHORTEST_SEQUENCE = 256
 """Smallest maxSequenceLength that is proposed, in tokens: with a smaller one, few records would be left."""
@@ -57,7 +57,7 @@ def patch_for(failure: FailureClass, job: SeenJob, role: str) -> Patch | None:
 
 ADVICE: Mapping[str, Mapping[str, str]] = tomllib.loads(files("finetune_cli.jobs").joinpath("advice.toml").read_text())
 NO_PATCH = {FailureClass(word): reason for word, reason in ADVICE["no_patch"].items()}
-"""Failure class -> why no change of the manifest is proposed, if `patch_for` returns None."""
+"""For each failure class, why no change of the manifest is proposed if `patch_for` returns None."""
 
 
 def _less_memory(job: SeenJob) -> Patch | None:
@@ -136,7 +136,7 @@ def merge_patch(before: Mapping[str, Any], after: Mapping[str, Any]) -> Patch:
 
 
 def assignments(patch: Mapping[str, Any], path: str) -> Iterable[str]:
-    """Yield a patch as arguments of `fork --set`: strings as they are, other values as JSON, nothing for a removed field."""
+    """Yield a patch as arguments of `fork --set`: strings as they are, other values as JSON, nothing after `=` for a removal."""
     for key, value in patch.items():
         place = f"{path}{key}"
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Chooses the pods whose logs are read, and the lines of a rank."""
+"""Chooses the pods whose logs are read, and recognises the lines of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune_job.names import Role
 
 @dataclass(frozen=True)
 class LogRequest:
-    """Logs that the options of `logs` ask for."""
+    """The logs that the options of `logs` request."""
 
     stage: Role | None = None
     """The stage; None: the current one, or the latest that has pods."""
@@ -53,5 +53,5 @@ def ranks_per_node(job: SeenJob) -> int:
 
 
 def is_of_rank(line: str, rank: int | None) -> bool:
-    """Whether a line of a training pod's log comes from a rank; the pod puts `[rank N]` in front of each."""
+    """Whether a line of a training pod's log comes from a rank; the pod prefixes each line with `[rank N]`."""
     return rank is None or line.startswith(f"[rank {rank}] ")

@@ -1,4 +1,4 @@
-"""Reads FineTuneProfiles as an API server holds them, which may be of another release, and writes them as manifests."""
+"""Reads FineTuneProfiles of an API server, which may be from another release, and writes them as manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The progress of a job: its state and stage in one word each, its figures, and its time left. `now` is the caller's clock."""
+"""The progress of a job: its state and stage in one word each, its figures, and its time left. `now` is the current time."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def state(job: SeenJob) -> str:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of the training from the status; None: not known."""
+    """Training figures from the job's status; None: not known."""
 
     step: int
     total: int
@@ -87,7 +87,7 @@ def figures(job: SeenJob) -> Figures | None:
 
 
 def seconds_left(job: SeenJob, now: datetime) -> float | None:
-    """Return the seconds to the last step at the pace since the first step, with interruptions; None while they are not known."""
+    """Estimate the seconds until the last step from the pace since the first step, with interruptions; None if unknown."""
     progress = job.status.progress
     if progress is None or state(job) != Reason.RUNNING or stage_name(job) != Role.TRAIN:
         return None
@@ -96,12 +96,12 @@ def seconds_left(job: SeenJob, now: datetime) -> float | None:
         return None
     pace = (latest - first).total_seconds() / (progress.step - 1)
     left = (progress.total_steps - progress.step) * pace - (now - latest).total_seconds()
-    # If the training should have ended long ago, the estimate means nothing.
+    # If training should have ended by now, the estimate is meaningless.
     return left if left >= 0 else None
 
 
 def seconds_between(start: str, end: str, now: datetime) -> float | None:
-    """Return the seconds between two times in a status, or until now if the second is not set; None without the first."""
+    """Return the seconds between two times in a status, or until now if the second is not set; None if the first is not set."""
     begun, ended = moment(start), moment(end) or now
     return None if begun is None else max((ended - begun).total_seconds(), 0.0)
 
@@ -134,7 +134,7 @@ class TimelineStage:
     message: str
     begun: datetime | None
     seconds: float | None
-    """Seconds of all its attempts, including the pauses between them."""
+    """Total seconds of the stage's attempts, including the pauses between attempts."""
     attempts: tuple[Attempt, ...]
 
 

@@ -26,10 +26,10 @@ _LAYOUT = OutputLayout(Path())
 ADAPTER, MERGED = str(_LAYOUT.adapter), str(_LAYOUT.merged)
 _MANIFESTS = {f"{name}/manifest.json": name for name in (ADAPTER, MERGED)}
 RESULT_FILES = (*_MANIFESTS, str(_LAYOUT.provenance))
-"""Files of the results that hold the digests of adapter and merged model, and name the devices that trained them."""
+"""Result files that hold the digests of the adapter and the merged model, and name the devices that trained them."""
 _SUFFIX = "-reproduced"
 _CHOSEN_BY_MEMORY = (RECOMPUTATION_FIELD, "spec.training.microBatchSize")
-"""Settings that might be chosen differently on other nodes, where a rank has another share of memory."""
+"""Settings that might be chosen differently on another number of nodes, where each rank's share of memory differs."""
 _MOST_NAMED = 5
 
 
@@ -49,7 +49,7 @@ def reproduction_of(job: SeenJob, name: str, nodes: int | None, folder: str) -> 
     changes = [
         FieldChange(field="spec.output.destination", value=destination),
         FieldChange(field="spec.output.secretRef", value=None),
-        # The new job needs no sample answers: nobody reads its report, and they take time.
+        # The new job needs no sample answers: nobody reads its report, and sample answers take time.
         FieldChange(field="spec.output.sampleAnswers", value=0),
         *_node_changes(job, nodes),
     ]
@@ -64,7 +64,7 @@ def reproduces(document: Mapping[str, Any], job: SeenJob) -> bool:
 
 
 def _node_changes(job: SeenJob, nodes: int | None) -> list[FieldChange]:
-    """Return changes that spread the job's ranks over `nodes`. Their number stays, because gradients are summed over them."""
+    """Return changes that spread the job's ranks over `nodes`. As gradients are summed over ranks, their number stays."""
     if nodes is None or nodes == job.num_nodes:
         return []
     if documents.text(job.spec, "training", "reduction") != GradientReduction.ORDERED:
@@ -91,7 +91,7 @@ def _node_changes(job: SeenJob, nodes: int | None) -> list[FieldChange]:
 
 @dataclass(frozen=True)
 class Results:
-    """Digests and devices that the results of a job name."""
+    """The digests of a job's result files, and the devices that trained the adapter."""
 
     files: Mapping[str, str]
     """SHA-256 of each file of the adapter and of the merged model, by its name in the results."""
@@ -145,7 +145,7 @@ def has_error(findings: Iterable[Finding]) -> bool:
 
 
 def data_differs(before: str, now: str) -> list[Finding]:
-    """Return a finding that the prepared data has changed, if the digests differ."""
+    """Return a finding about changed data if the digests of the prepared data differ, else none."""
     message = (
         f"the prepared data differs from before, when it was {before}: the records, the tokenizer or the libraries that prepare "
         "them have changed"
@@ -155,7 +155,7 @@ def data_differs(before: str, now: str) -> list[Finding]:
 
 
 def inputs_differ(first: SeenJob, second: SeenJob) -> list[Finding]:
-    """Return findings on the differences between the reports of preflight, if both jobs have one."""
+    """Return findings on the differences between the preflight reports of two jobs, if both jobs have one."""
     before, now = first.status.plan, second.status.plan
     if before is None or now is None:
         return []

@@ -24,7 +24,7 @@ NOT_SEEN = Phase.PENDING
 
 @dataclass(frozen=True)
 class SeenObject:
-    """An object of the API server, which may hold anything."""
+    """An object read from the API server; its content may be anything."""
 
     document: Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class SeenJob(SeenObject):
 
     status: FineTuneJobStatus
     unreadable: tuple[str, ...] = ()
-    """Fields of the status that could not be read, and so count as absent."""
+    """Fields of the status that could not be read, and are therefore treated as absent."""
     is_on_cpu: bool = False
     """Whether the job's profile is known to name no GPU."""
     context: str | None = None
@@ -68,7 +68,7 @@ class SeenJob(SeenObject):
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Flags with which any command finds the job."""
+        """Options with which any command finds the job."""
         return place_flags(self.namespace, self.context)
 
     def command(self, verb: str, *more: str) -> str:
@@ -101,7 +101,7 @@ class SeenJob(SeenObject):
         return documents.text(self.spec, "profile") or DEFAULT_PROFILE
 
     def with_profile(self, profile: Mapping[str, Any] | None) -> SeenJob:
-        """Return the job with `is_on_cpu` as its profile says; None: the profile was not seen."""
+        """Return the job with `is_on_cpu` set according to its profile; None: the profile could not be read."""
         return replace(self, is_on_cpu=profile is not None and documents.value(profile, "spec", "gpu") is None)
 
     @property
@@ -130,13 +130,13 @@ class SeenJob(SeenObject):
 
     @property
     def batch_jobs(self) -> frozenset[str]:
-        """Names of the Jobs of the attempts that the status remembers."""
+        """Names of the batch Jobs of the attempts that the status lists."""
         return frozenset(
             batch_job_name(self.name, attempt.role, attempt.number, self.num_nodes) for attempt in self.status.attempts
         )
 
     def attempts_of(self, role: Role) -> list[Attempt]:
-        """Return the attempts of a role that the status remembers, oldest first."""
+        """Return the attempts of a role that the status lists, oldest first."""
         return [attempt for attempt in self.status.attempts if attempt.role is role]
 
 
@@ -152,7 +152,7 @@ def seen_job(document: Mapping[str, Any]) -> SeenJob:
         return SeenJob(document, read_status(content))
     kept: dict[str, Any] = {}
     for key, value in content.items():
-        # Of a list, the elements that can be read are kept.
+        # If the value is a list, its readable elements are kept.
         readable = [each for each in value if _can_be_read({key: [each]})] if isinstance(value, list) else None
         for candidate in (value, readable):
             if candidate is not None and key not in kept and _can_be_read({key: candidate}):
@@ -211,7 +211,7 @@ class SeenPod(SeenObject):
 
     @property
     def has_logs(self) -> bool:
-        """Whether one of its containers has run."""
+        """Whether at least one container of the pod has run."""
         return any(container.state in ("running", "terminated") for container in self.containers)
 
 

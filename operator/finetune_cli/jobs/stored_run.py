@@ -1,4 +1,4 @@
-"""History and checkpoints of a job, as a pod printed them from its workspace. They may hold anything."""
+"""Reads the history and checkpoints of a job from what a pod printed of its workspace. The input may be anything."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StoredCheckpoint:
     eval_loss: float | None
     """Loss of the latest evaluation up to the checkpoint's step."""
     is_best: bool = False
-    """Whether its held-out loss is the lowest of all."""
+    """Whether this checkpoint's held-out loss is the lowest of all."""
 
 
 @dataclass(frozen=True)

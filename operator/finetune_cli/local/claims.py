@@ -1,4 +1,4 @@
-"""Claims of a job as directories on this machine: a directory of links replaces the mounts of pods."""
+"""Claims of a job as directories on this machine: a directory of links takes the place of a pod's mounts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from finetune_job.plan.run_plan import RunPlan
 OUTPUT_CLAIM = "output-directory"
 """Name under which `--output-dir` appears in a plan."""
 LOCAL_UID = "local"
-"""Replaces the UID that an API server assigns, so that the same job finds its workspace again."""
+"""Stands in for the UID that an API server assigns, so that the same job always finds its workspace."""
 _NAME = re.compile(r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")
 
 
@@ -62,7 +62,7 @@ def claims_of(plan: RunPlan) -> list[ClaimUse]:
 
 
 def check_given(claims: Sequence[ClaimUse], given: Mapping[str, Path]) -> None:
-    """Check the claims whose directories are given. Raises LocalError if the job does not name one of them."""
+    """Check that the job names every claim whose directory is given. Raises LocalError if it does not."""
     unknown = sorted(set(given) - {use.name for use in claims})
     if unknown:
         raise LocalError(f"--claim {unknown[0]}: the job names no such claim; it names {', '.join(use.name for use in claims)}")
@@ -86,7 +86,7 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
             )
         place.mkdir(parents=True, exist_ok=True)
     view.mkdir(parents=True, exist_ok=True)
-    # No name of a claim begins with a dot, so these temporary links cannot replace that of a claim.
+    # Names of claims never begin with a dot, so these temporary links cannot replace a claim's link.
     fresh = {use.name: view / f".{use.name}" for use in uses}
     # All links are made before the first one replaces an old one, so that an error leaves the old links as they were.
     for name, link in fresh.items():
@@ -100,7 +100,7 @@ def link_claims(uses: Sequence[ClaimUse], places: Mapping[str, Path], view: Path
 
 
 def with_places(finding: Finding, view: Path, directories: Mapping[str, Path]) -> Finding:
-    """Replace the links to claims in the message of a finding by their directories."""
+    """Replace the links to claims in a finding's message by the claims' directories."""
     message = finding.message
     # The name of a claim may begin with the name of another, so the longest names are replaced first.
     for claim in sorted(directories, key=len, reverse=True):

@@ -33,7 +33,7 @@ class KnownRun:
     plan: RunPlan
     record: RunRecord
     holder: Holder | None
-    """The command that works on the run now."""
+    """The command that is working on the run; None: there is none."""
 
     @property
     def title(self) -> str:
@@ -50,7 +50,7 @@ class KnownRun:
 
 
 def known_runs(claims: Path) -> list[KnownRun]:
-    """List the runs by name, without directories that have no readable plan and record."""
+    """List the runs, sorted by name; directories without a readable plan and record are left out."""
     runs = (_known_run(RunDirectory(directory)) for directory in sorted(claims.absolute().glob(".finetune/*")))
     return [run for run in runs if run is not None]
 
@@ -71,16 +71,16 @@ def named_runs(claims: Path, name: str, namespace: str | None) -> list[KnownRun]
 
 def find_run(claims: Path, name: str, namespace: str) -> KnownRun:
     """Find a job that is running. Raises LocalError."""
-    run = named_runs(claims, name, namespace)[0]  # a rehearsal of the same job is sorted behind it
+    run = named_runs(claims, name, namespace)[0]  # a rehearsal of the same job is sorted after it
     if run.holder is None:
         raise LocalError(f"{run.title} is not running", ExitCode.FAILED)
     return run
 
 
 def stop(run: KnownRun, seconds: float) -> None:
-    """Ask the command that runs the job to stop, and wait until no process of it is left. Raises LocalError after `seconds`."""
+    """Ask the command that runs the job to stop, and wait until its processes have ended. Raises LocalError after `seconds`."""
     if run.holder is not None and run.holder.pid:
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        with contextlib.suppress(ProcessLookupError):  # the process has just ended
             os.kill(run.holder.pid, signal.SIGTERM)
     deadline = time.monotonic() + seconds
     while (holder := holder_of(run.place)) is not None:

@@ -21,20 +21,20 @@ from finetune_job.failures import CLASS_OF_EXIT_CODE, FailureClass, Outcome, Ter
 from finetune_job.names import Role
 
 POLL_SECONDS = 0.5
-"""Seconds between two looks at a process and its progress."""
+"""Seconds between two checks of a process and its progress."""
 PORTS = range(20_000, 32_000)
-"""Ports below those that the kernel assigns to connections."""
+"""Ports to choose from, below those that the kernel assigns to connections."""
 ONE_SIGNAL_SECONDS = 1.0
-"""Signals within this time of the first count as one: `timeout` and similar programs signal the process and its group."""
+"""Signals within this time after the first count as the same one: programs like `timeout` signal a process and its group."""
 PAUSE_SECONDS = 0.1
-"""Longest time after a signal until a pause ends."""
+"""Maximum time between a signal and the end of a pause."""
 _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _NEEDED = ("finetune_trainer", "torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "jinja2")
 
 
 @dataclass(frozen=True)
 class RoleArguments:
-    """The arguments of a role."""
+    """The command-line arguments of a role's process."""
 
     role: Role
     attempt: int
@@ -47,9 +47,9 @@ class RoleArguments:
     ranks: int | None = None
     """Number of ranks that train; None: the plan's number."""
     until_step: int | None = None
-    """Step after which training ends with its state saved."""
+    """Step after which training saves its state and ends."""
     restarts: int = 0
-    """How often the supervisor of training may start its ranks again."""
+    """How often the supervisor of training may restart its ranks."""
 
     def arguments(self, master_port: int) -> list[str]:
         """Return the arguments of the role's process."""
@@ -68,7 +68,7 @@ class RoleArguments:
 
 
 def trainer_command(module: str, *arguments: str) -> list[str]:
-    """Return the command of a program of the trainer, which ends when this process ends.
+    """Return the command of a trainer program that ends when this process ends.
 
     The module is only named and not imported, because the trainer may not be installed.
     """
@@ -98,13 +98,13 @@ def _report(text: str) -> None:
 
 
 class Interruption:
-    """Passes a first SIGINT, SIGTERM or SIGHUP to the running role as SIGTERM, so that it saves its state; later ones as SIGKILL.
+    """Passes the first SIGINT, SIGTERM or SIGHUP on as SIGTERM, so that the running role saves its state; later ones as SIGKILL.
 
     After SIGHUP nothing is written to terminals, which are usually gone. If SIGHUP was ignored at the start, it stays ignored.
     """
 
     def __init__(self, report: Callable[[str], None] = _report, *, stopping: str = SAVING) -> None:
-        """report: is called in the signal's handler with the effect of the signal. stopping: effect of the first signal."""
+        """report: called in the signal handler with the signal's effect. stopping: the effect of the first signal, in words."""
         self._report, self._stopping = report, stopping
         self._is_requested = False
         self._requested_at = 0.0
@@ -118,16 +118,16 @@ class Interruption:
 
     def pause(self, seconds: float) -> None:
         """Wait for `seconds`, or until a signal arrives."""
-        # Not with an Event: if a signal arrived while this thread took its lock, the handler would wait for that lock forever.
+        # No Event is used: if a signal arrived while this thread held the Event's lock, the handler would wait for it forever.
         deadline = time.monotonic() + seconds
         while not self._is_requested and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(left, PAUSE_SECONDS))
 
     def __enter__(self) -> Interruption:
-        # An ignored SIGHUP is intended, by nohup. An ignored SIGINT is not: a shell sets that for commands in the background.
+        # An ignored SIGHUP is intentional, as with nohup. An ignored SIGINT is not: shells ignore it for background commands.
         is_kept = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         taken = [number for number in _STOPPING_SIGNALS if number != signal.SIGHUP or not is_kept]
-        # Checked now, because a terminal that is gone later no longer counts as a terminal.
+        # This is checked now, because isatty returns False for a terminal that is gone.
         self._terminals = [stream for stream in (1, 2) if os.isatty(stream)]
         self._before = {number: signal.signal(number, self._handle) for number in taken}
         return self
@@ -156,7 +156,7 @@ class Interruption:
     def _send(self, number: int) -> None:
         if self._process is None or self._process.poll() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):  # it may have ended in the meantime
+        with contextlib.suppress(ProcessLookupError):  # the process may have ended in the meantime
             if number == signal.SIGKILL:
                 os.killpg(self._process.pid, number)
             else:
@@ -171,7 +171,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def running(process: subprocess.Popen[bytes], interruption: Interruption) -> Iterator[subprocess.Popen[bytes]]:
-    """Pass signals on to a process, and kill it and its children at the end of the block."""
+    """Pass signals on to a process; if it still runs at the end of the block, kill it and its children."""
     interruption.watch(process)
     try:
         yield process
@@ -188,7 +188,7 @@ def running(process: subprocess.Popen[bytes], interruption: Interruption) -> Ite
 def answer_of(
     command: Sequence[str], interruption: Interruption | None = None, given: bytes = b""
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a process to its end, and return what it printed. given: its standard input."""
+    """Run a process until it ends, and return what it printed. given: content of its standard input."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with running(start(command, **pipes), interruption or Interruption()) as process:
         answer, errors = process.communicate(given)
@@ -196,7 +196,7 @@ def answer_of(
 
 
 def launch(order: RoleArguments, log: Path, interruption: Interruption, look: Callable[[], None]) -> TerminationReport:
-    """Run a role to its end, call `look` now and then, and return how the role ended. Its output goes to `log`."""
+    """Run a role until it ends, call `look` regularly, and return how the role ended. The role's output goes to `log`."""
     order.termination_log.unlink(missing_ok=True)
     with running(start_role(order, log), interruption) as process:
         while True:
@@ -235,7 +235,7 @@ def outcome(
 
 
 def free_port() -> int:
-    """Find a port of the loopback interface on which no process listens. Raises OSError if there is none.
+    """Find a port of the loopback interface that no process uses. Raises OSError if there is none.
 
     torchrun binds the port seconds later; until then, the kernel must not assign it to a connection.
     """

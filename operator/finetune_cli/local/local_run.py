@@ -53,7 +53,7 @@ class RunListener(Protocol):
 
 @dataclass(frozen=True)
 class NextStep:
-    """The step after the end of a role."""
+    """Describes what happens after a role has ended."""
 
     record: RunRecord
     again_after_seconds: float | None = None
@@ -72,7 +72,7 @@ def next_step(
     now: datetime,
     checkpoint_step: int | None = None,
 ) -> NextStep:
-    """Decide what follows the end of a role at `now`. `checkpoint_step`: the newest step that training has saved."""
+    """Decide what happens after a role has ended at `now`. `checkpoint_step`: the newest step that training has saved."""
     counters = with_progress(record.restarts.get(role, Restarts()), checkpoint_step)
     for restart in report.restarts:
         counters = counters_after(RestartDecision.RESTART_COUNTED, restart.failure, counters, now)
@@ -96,9 +96,9 @@ def next_step(
 
 
 def tried_by_hand(record: RunRecord) -> RunRecord:
-    """Return the record for a new command. The user has seen the earlier failures, so they neither delay a role nor end the run.
+    """Return the record for a new command. The user has seen the earlier failures, so these neither delay a role nor end the run.
 
-    Restarts that count against `run.maxRestarts` stay.
+    Restarts that count against `run.maxRestarts` are kept.
     """
     restarts = {role: with_new_row(one) for role, one in record.restarts.items()}
     return record.model_copy(update={"restarts": restarts})
@@ -119,7 +119,7 @@ class LocalRun:
         until_step: int | None = None,
     ) -> None:
         """`lock`: descriptor that keeps the job locked. `ranks`: number of training ranks; None: the plan's. `until_step`: step
-        after which training ends with its state saved.
+        after which training saves its state and ends.
         """
         self.ranks, self.until_step = ranks, until_step
         self.place, self.plan, self.lock, self.audience = place, plan, lock, audience
@@ -132,7 +132,7 @@ class LocalRun:
         self.workspace = WorkspaceLayout(place.claims / workspace.claim / workspace.path)
 
     def execute(self, max_restarts: int, interruption: Interruption, roles: Sequence[Role] | None = None) -> ExitCode:
-        """Run the roles that have not succeeded yet. `roles`: only these; None: all roles that the plan needs."""
+        """Run the roles that have not succeeded yet. `roles`: the roles to consider; None: all that the plan needs."""
         for role in roles_of(self.plan) if roles is None else roles:
             while role not in self.record.finished:
                 report = self._attempt(role, interruption, max_restarts)
@@ -157,7 +157,7 @@ class LocalRun:
 
     def _attempt(self, role: Role, interruption: Interruption, max_restarts: int) -> TerminationReport:
         attempt = self.record.next_attempt.get(role, 0)
-        # The number is used up before anything runs under it: two processes never share an attempt.
+        # The attempt number is recorded as used before anything runs under it, so that two processes never share it.
         self._keep(self.record.model_copy(update={"next_attempt": {**self.record.next_attempt, role: attempt + 1}}))
         output = self.place.output(role, attempt)
         self.audience.started(role, attempt, output)

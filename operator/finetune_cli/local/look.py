@@ -1,4 +1,4 @@
-"""Looks at the first records of a job, in a process that runs the trainer's code but imports nothing heavy."""
+"""Examines the first records of a job in a process that runs the trainer's code but needs no slow imports."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from finetune_job.plan.run_plan import RunPlan
 FIRST_RECORDS = 1000
 """Default number of records of each source that are read and counted."""
 FIRST_JUDGED = 100
-"""Number of records of each source that a command reads before it does its own work."""
+"""Number of records of each source that a command other than `data` checks before it does its own work."""
 NOT_OF_PREFLIGHT = frozenset({"adapter-base-unnamed"})
 """Findings that no later stage reports."""
 SECONDS = 120
-"""Time limit of the process: a user's chat template may take any time."""
+"""Time limit of the process, because a user's chat template may run for any length of time."""
 _PROGRAM = "finetune_trainer.roles.look"
 
 
 @dataclass(frozen=True)
 class Look:
-    """The answer of the process that looks at the records."""
+    """The answer of the process that examines the records."""
 
     findings: tuple[Finding, ...] = ()
     sources: list[Mapping[str, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ def look(
     checks_results: bool = False,
     checks_places: bool = False,
 ) -> Look:
-    """Look at the files of a job that are on this machine. Raises LocalError.
+    """Examine those files of a job that are on this machine. Raises LocalError.
 
     directories: claim -> directory, for the claims that are here. must_exist: a missing file on such a claim is a finding.
     checks_model: check that the base model's files are complete. checks_results: check that the place of the results holds no
@@ -110,7 +110,7 @@ def _places(plan: RunPlan, root: Path, directories: Mapping[str, Path], *, write
 
 
 def _answer(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Look in another process, so that a user's template can neither hang nor end this process. Raises LocalError."""
+    """Examine the files in another process, so that a user's template can neither hang nor end this one. Raises LocalError."""
     command = trainer_command(_PROGRAM, "--seconds", str(SECONDS))
     ended = answer_of(command, given=json.dumps(order).encode())
     if ended.returncode == -signal.SIGALRM:

@@ -19,7 +19,7 @@ from finetune_job.failures import CLASS_OF_EXIT_CODE, USER_FAILURES
 from finetune_job.plan.run_plan import RunPlan
 
 _TAIL_BYTES = 4096
-"""Bytes from the end of the process's standard error that are shown if it ended without a report."""
+"""Number of bytes at the end of the process's standard error to show if the process ended without a report."""
 LONGEST_LINE_BYTES = 16 << 20
 """Maximum length of a line that is read. The longest line is a merge's report, which names every kind of tensor."""
 _WRONG_ARGUMENTS = 2
@@ -40,7 +40,7 @@ class MergeOrder:
     device: str
     base_form: MergeBase = MergeBase.ORIGINAL
     quantization: str | None = None
-    """How a QLoRA training packed its base, as JSON of spec.method.quantization; None: not at all, or with the defaults."""
+    """How QLoRA training packed its base, as JSON of spec.method.quantization; None: not at all, or with the defaults."""
     force: bool = False
     """Whether to merge an adapter that was trained on another base, or that has no effect."""
 
@@ -78,10 +78,10 @@ class MergeEnd:
 def merge_directories(
     command: Sequence[str], interruption: Interruption, progressed: Callable[[int, int], None], ended_writing: Callable[[], None]
 ) -> MergeEnd:
-    """Run a merge to its end.
+    """Run a merge until it ends.
 
-    `progressed`: is called with the number of bytes that are written, and of the whole model. `ended_writing`: is called before
-    the verification.
+    `progressed`: is called with the number of bytes written so far and the size of the whole model. `ended_writing`: is called
+    before the verification.
     """
     report: Mapping[str, Any] = {}
     with tempfile.TemporaryFile() as errors:
@@ -125,7 +125,7 @@ def json_lines(stream: IO[bytes] | None) -> Iterator[dict[str, Any]]:
 def run_rehearsal(
     plan: RunPlan, arguments: Sequence[str], log_file: Path, interruption: Interruption, take: Callable[[Mapping[str, Any]], None]
 ) -> int:
-    """Run a rehearsal to its end, and return the exit status.
+    """Run a rehearsal until it ends, and return its exit status.
 
     take: is called with each line, which has one of `finding`, `stage`, `report`, `shown`.
     """

@@ -26,6 +26,6 @@ def read_progress(workspace: Path, attempt: int) -> Progress | None:
             connection.close()
         progress = Progress.model_validate_json(answer)
     except (OSError, ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError, http.client.HTTPException):
-        # Anybody who can write to the workspace may have written anything there, so a wrong answer counts as none.
+        # Anybody who can write to the workspace may have written anything there, so an invalid answer is ignored.
         return None
     return progress if progress.attempt == attempt else None

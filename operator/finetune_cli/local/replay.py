@@ -43,14 +43,14 @@ class Interval:
 
 
 def kept_intervals(steps: Sequence[int]) -> list[Interval]:
-    """Return the intervals between checkpoints, in order, and before them the first steps unless these are longer than each."""
+    """Return the intervals between checkpoints in order. The steps up to the first one are left out if longer than the rest."""
     intervals = [Interval(start, end) for start, end in pairwise(steps)]
     longest = max((interval.end - interval.start for interval in intervals), default=0)
     return [Interval(0, steps[0]), *intervals] if steps and 0 < steps[0] <= longest else intervals
 
 
 def draw(intervals: Sequence[Interval], count: int, seed: int) -> list[Interval]:
-    """Choose intervals at random by a seed, and keep their order."""
+    """Choose intervals at random from a seed, and return them in their original order."""
     chosen = random.Random(seed).sample(intervals, min(count, len(intervals)))  # noqa: S311 - the seed is printed, to repeat the draw
     return sorted(chosen, key=lambda each: each.end)
 
@@ -67,7 +67,7 @@ def replay_plan(plan: RunPlan) -> RunPlan:
 
 
 def check_ranks(plan: RunPlan, ranks: int | None) -> None:
-    """Check a number of ranks. Raises LocalError if the plan gives different bytes on them, or cannot run on this machine."""
+    """Check a number of ranks. Raises LocalError if the bytes would differ, or the plan cannot run on this machine."""
     is_ordered, most = plan.training.reduction is GradientReduction.ORDERED, plan.parallelism.world_size
     if ranks is not None and ranks != most and not is_ordered:
         raise LocalError(
@@ -106,7 +106,7 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 class Replay:
-    """A scratch directory in which the plan of a run runs again. As a context manager, it holds the directory's lock."""
+    """A scratch directory in which the plan of a run is run again. As a context manager, it holds the directory's lock."""
 
     def __init__(self, plan: RunPlan, claims: Mapping[str, Path], scratch: Path) -> None:
         """`claims`: directories of the run's own claims. Raises LocalError."""
@@ -132,13 +132,13 @@ class Replay:
         original, workspace = self._original, self.workspace
         try:
             workspace.checkpoints.mkdir(parents=True)
-            # Linked, because it is never written to and as large as the records.
+            # The prepared data is linked, because it is never written to and is as large as the records.
             workspace.prepared.symlink_to(original.prepared, target_is_directory=True)
             for path in (original.model_report, original.first_values, original.added_tokens):
                 if path.is_file():
                     shutil.copyfile(path, workspace.root / path.name)
             if original.base_with_tokens.is_dir():
-                # The directory itself is not linked, because files of training may not be outside of their claim.
+                # The directory itself is not linked, because files of training must not lie outside their claim.
                 shutil.copytree(original.base_with_tokens, workspace.base_with_tokens, copy_function=_link_or_copy)
             for name in checkpoints:
                 shutil.copytree(original.checkpoints / name, workspace.checkpoints / name)
@@ -159,7 +159,7 @@ class Replay:
         ranks: int | None,
         until_step: int | None = None,
     ) -> None:
-        """Run these roles to their end. Raises LocalError if one does not succeed."""
+        """Run these roles until they end. Raises LocalError if one does not succeed."""
         record = freeze(self.place, self.plan)
         local_run = LocalRun(self.place, self.plan, record, self._lock, listener, ranks=ranks, until_step=until_step)
         code = local_run.execute(0, interruption, roles=roles)

@@ -1,4 +1,4 @@
-"""Finds the lines of the trainer's own log, which matter to users, in the output file of a role."""
+"""Finds the lines that matter to users, those of the trainer's own log, in the output file of a role."""
 
 from __future__ import annotations
 

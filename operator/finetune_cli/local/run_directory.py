@@ -38,7 +38,7 @@ class RunDirectory:
 
     @property
     def is_there(self) -> bool:
-        """Whether a run has begun in the directory; False also for a name that no file can have, for example one too long."""
+        """Whether a run has begun in the directory; also False if no file can have the name, for example a very long one."""
         return os.path.isfile(self.plan)  # noqa: PTH113 - is_file() of Path raises
 
     @property
@@ -101,7 +101,7 @@ def _take(lock: IO[str]) -> bool:
 
 
 class Holder(BaseModel):
-    """The command that works on a job, as the lock file names it."""
+    """The command that works on a job, as recorded in the lock file."""
 
     model_config = ConfigDict(extra="ignore")
     pid: int
@@ -125,7 +125,7 @@ def _named_in(place: RunDirectory) -> Holder:
         holder = Holder.model_validate_json(place.lock.read_text())
     except (OSError, ValueError):
         return Holder(pid=0, since=datetime.fromtimestamp(0, UTC))
-    # If that command was killed, another process may have its number by now.
+    # If that command was killed, another process may have its process ID by now.
     with suppress(OSError):
         files = Path(f"/proc/{holder.pid}/fd").iterdir()
         if any(opened.exists() and opened.samefile(place.lock) for opened in files):
@@ -146,9 +146,9 @@ def _held_text(place: RunDirectory) -> str:
 
 
 def start_fresh(place: RunDirectory) -> None:
-    """Remove what an earlier run of this job left: its workspace, and those results that, by its record, it wrote.
+    """Remove what an earlier run of this job left: its workspace, and the results that it wrote according to its record.
 
-    Raises LocalError if its plan, which says where they are, is damaged.
+    Raises LocalError if the run's plan, which says where workspace and results are, is damaged.
     """
     record = read_record(place.record)
     if record is not None and place.plan.exists():
@@ -165,7 +165,7 @@ def start_fresh(place: RunDirectory) -> None:
         for directory in (output.adapter, merged.verified, merged.unverified, merged.quarantined, workspace):
             shutil.rmtree(directory, ignore_errors=True)
         if Role.MERGE in record.next_attempt:
-            # A run that never merged wrote none of these: a README.md there is the user's own.
+            # A run that never merged wrote none of these files: a README.md there belongs to the user.
             reports = (output.verification, output.verification_page, output.report, output.report_data)
             for file in (*reports, output.provenance, output.model_card, output.checksums):
                 file.unlink(missing_ok=True)
@@ -175,7 +175,7 @@ def start_fresh(place: RunDirectory) -> None:
 
 
 def freeze(place: RunDirectory, plan: RunPlan) -> RunRecord:
-    """Write the plan, unless an earlier run has frozen it, and return the record to continue from. Raises LocalError."""
+    """Write the plan, and return the record to continue from. Raises LocalError if an earlier run froze another plan."""
     text = canonical_json(plan)
     sha256 = text_sha256(text)
     record = read_record(place.record)
@@ -223,7 +223,7 @@ class RunRecord(BaseModel):
 
     @property
     def stage(self) -> Role | None:
-        """The role that began last and has not succeeded yet."""
+        """The last role to have begun that has not succeeded yet."""
         return next((role for role in reversed(list(self.next_attempt)) if role not in self.finished), None)
 
 

@@ -17,12 +17,12 @@ from finetune_job.plan.run_plan import RunPlan
 
 @dataclass(frozen=True)
 class Losses:
-    """Mean loss per supervised token at both ends of the training."""
+    """Mean loss per supervised token at the start and at the end of training."""
 
     first: float
     last: float
     held_out: bool
-    """Whether the losses are of the held-out records; otherwise of the training batches."""
+    """Whether the losses are those of held-out records; if not, they are those of training batches."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Summary:
     verification: Path | None
     """The report of the run, or of the verification if the run got no further."""
     address: str | None = None
-    """Address of the published results, which names this exact content."""
+    """Address of exactly this version of the published results."""
     adapter_address: str | None = None
     """Address of the published adapter, if it has its own repository."""
     figures: Mapping[str, Any] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Summary:
 
 
 def summarise(plan: RunPlan, record: RunRecord, claims: Path) -> Summary:
-    """Summarise what exists now."""
+    """Summarise a run from its record and from the files that exist now."""
     workspace = WorkspaceLayout((claims / plan.workspace.claim).resolve() / plan.workspace.path)
     output = OutputLayout((claims / plan.output.claim).resolve() / plan.output.path)
     history = read_history(workspace.history)
@@ -86,7 +86,7 @@ def losses(facts: Mapping[str, str], history: list[dict[str, Any]]) -> Losses | 
 
 
 def _numbers(history: list[dict[str, Any]], name: str) -> list[float]:
-    """Return the numbers with a name, from the lines that have one."""
+    """Return the numbers that lines of the history hold under a name; other lines are skipped."""
     values = (line.get(name) for line in history)
     # A whole number in JSON may be too large for a float; such numbers are left out.
     return [float(number) for number in values if isinstance(number, int | float) and abs(number) < sys.float_info.max]
@@ -97,7 +97,7 @@ def _existing(path: Path) -> Path | None:
 
 
 def read_history(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of the history or of the accounts. The last line may be cut off."""
+    """Return the lines of the history or of the accounts. The last line may be incomplete."""
     lines: list[dict[str, Any]] = []
     try:
         text = path.read_text(errors="replace")

@@ -21,12 +21,12 @@ class AuditEnd:
     intervals: Sequence[Interval] = ()
     """Intervals that were computed again."""
     available: int = 0
-    """Number of intervals from which those were chosen."""
+    """Number of intervals from which `intervals` were chosen."""
     seed: int | None = None
     has_compared_result: bool = False
     has_compared_merged: bool = False
     run_again_as: str = ""
-    """The job of a cluster that ran the plan again; empty: it ran on this machine."""
+    """The job of a cluster that ran the plan again; empty: the plan ran on this machine."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -34,7 +34,7 @@ class AuditEnd:
 
 
 def audit_text(end: AuditEnd) -> str:
-    """Write the findings, and what was compared."""
+    """Return the findings, and what was compared, as text."""
     lines = [finding_text(finding) for finding in end.findings]
     verdict = "nothing differs" if end.exit_code is ExitCode.DONE else "different, as the findings above say"
     lines += ["", f"{end.run}: {verdict}"]
@@ -51,7 +51,7 @@ def audit_text(end: AuditEnd) -> str:
 
 
 def audit_document(end: AuditEnd) -> dict[str, Any]:
-    """Return the end of an audit as plain data."""
+    """Return, as plain data, how an audit ended."""
     return {
         "outcome": "same" if end.exit_code is ExitCode.DONE else "different",
         "run": end.run,
@@ -66,7 +66,7 @@ def audit_document(end: AuditEnd) -> dict[str, Any]:
 
 
 def device_note(trained: Set[str], again: Set[str]) -> str:
-    """Say whether a difference may come from the devices alone: those that trained the run and those that computed it again."""
+    """Return a note if the devices alone may explain a difference. trained: the run's devices; again: the replay's."""
     if again == trained and again - {"cpu"}:
         return f" (computed on {', '.join(sorted(again))}, whose kernels may add up in varying order: no proof either way)"
     if not again or not trained or again == trained:

@@ -9,7 +9,7 @@ _LEVELS = "▁▂▃▄▅▆▇█"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> str:
-    """Write rows in columns as wide as their widest cell, with two spaces between them."""
+    """Return rows as a table whose columns are as wide as their widest cell, and two spaces apart."""
     lines = [header, *rows] if header else list(rows)
     widths = [max((len(row[column]) for row in lines), default=0) for column in range(len(lines[0]) if lines else 0)]
     return "".join(
@@ -24,7 +24,7 @@ def bar(share: float, width: int = 30) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Draw a curve of at most `width` characters, each for the mean of its part of the values. Empty without values."""
+    """Draw a curve of at most `width` characters, each of which shows the mean of a section of the values."""
     width = min(width, len(values))
     if not width:
         return ""
@@ -35,5 +35,5 @@ def sparkline(values: Sequence[float], width: int = 60) -> str:
 
 
 def figure(number: float | None, form: str = ".4g") -> str:
-    """Write a number as text; `-` for None."""
+    """Format a number as text; `-` for None."""
     return "-" if number is None else format(number, form)

@@ -9,18 +9,18 @@ from finetune_cli.local.look import Look
 from finetune_cli.render.verdicts import finding_text
 
 BAR = 40
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 LONGEST_SHOWN = 4000
 """Maximum number of characters of a record that are shown."""
 MOST_KEYS = 12
 """Maximum number of unread keys that are named."""
 _LEARNT, _PLAIN = "\x1b[32m", "\x1b[0m"
 _CONTROL = {code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"} | {0x7F: "\u2421"}
-"""Visible signs for characters of records that a terminal would read as commands."""
+"""Visible symbols for characters in records that a terminal would interpret as commands."""
 
 
 def look_text(look: Look, *, in_colour: bool) -> str:
-    """Write the whole output. `in_colour`: for a terminal with colours."""
+    """Return the whole output as text. `in_colour`: whether trained parts are marked by colour."""
     lines: list[str] = []
     has_tokenizer = not look.why_no_tokens
     for source in look.sources:
@@ -77,7 +77,7 @@ def _record_text(record: Mapping[str, Any], *, in_colour: bool) -> str:
 
 
 def look_document(look: Look) -> dict[str, Any]:
-    """Return what was found in the data as plain data."""
+    """Return, as plain data, what was found in the records."""
     return {
         "accepted": not look.is_refused,
         "findings": [finding.model_dump(mode="json") for finding in look.findings],

@@ -1,4 +1,4 @@
-"""Diagnosis of a job, for a person and as data."""
+"""Output of `finetune explain job/NAME`: the diagnosis of a job, as text and as data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST = 1000
 
 
 def diagnosis_text(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = ()) -> str:
-    """Write reason, evidence, advice and patch. `unseen`: what could not be read, and why."""
+    """Return reason, evidence, advice and patch as text. `unseen`: what could not be read, and why."""
     stage = stage_name(job)
     lines = [f"{plain(job.title)}: {plain(state(job), 128)}" + (f", {stage}" if stage else "")]
     lines.append(labelled("reason", plain(diagnosis.reason, _MOST) or "nothing is the matter with this job"))
@@ -32,7 +32,7 @@ def diagnosis_text(job: SeenJob, diagnosis: Diagnosis, unseen: Sequence[str] = (
 
 
 def command_lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the lines of commands to type, each command on one line, however long it is."""
+    """Return a line for each command to type, however long the command is."""
     return [f"    {'run:':<8}{plain(command, _MOST)}" for command in diagnosis.commands]
 
 

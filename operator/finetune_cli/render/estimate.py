@@ -15,7 +15,7 @@ from finetune_memory.verdict import no_change_suffices
 
 
 def estimate_text(estimates: list[JobEstimate]) -> str:
-    """Write the estimates of all jobs of a manifest."""
+    """Return the estimates of all jobs of a manifest as text."""
     return "\n".join(_job(estimate) for estimate in estimates)
 
 

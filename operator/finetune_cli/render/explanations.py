@@ -28,7 +28,7 @@ _APPLIES_TO = {
 
 
 def explained_text(meanings: Sequence[Explained]) -> str:
-    """Explain each meaning by a title and labelled lines."""
+    """Return each meaning as text: a title and labelled lines."""
     texts = []
     for meaning in meanings:
         name, what, rows = _rows(meaning)
@@ -37,7 +37,7 @@ def explained_text(meanings: Sequence[Explained]) -> str:
 
 
 def _rows(meaning: Explained) -> tuple[str, str, list[tuple[str, str]]]:
-    """Return the name of a meaning, what that is, and the labelled lines of the explanation."""
+    """Return the name of a meaning, a title or kind, and the labelled lines of the explanation."""
     match meaning:
         case Rule():
             short = "; ".join(dict.fromkeys(condition.says for condition in conditions_of(meaning)))
@@ -119,7 +119,7 @@ def _test_rows(test: str, not_reproduced: str) -> list[tuple[str, str]]:
 
 
 def _rules_reading(field: FieldFacts) -> list[Rule]:
-    """Return the rules that read a field, or a field that it is a part of."""
+    """Return the rules that read this field or a field that contains it."""
     path = field.path.replace("[]", "")
     rules = RULES if field.kind == JOB_KIND else ()
     return [rule for rule in rules if any(path == read or path.startswith(f"{read}.") for read in rule.reads)]

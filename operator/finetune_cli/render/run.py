@@ -1,4 +1,4 @@
-"""Output of a local run: on a terminal a bar for training, a line for each role that ended, and a summary.
+"""Output of a local run: a bar for training if it goes to a terminal, a line for each role that has ended, and a summary.
 
 A file gets only lines, at least one every half minute.
 """
@@ -41,7 +41,7 @@ WORK = {
     Role.PUBLISH: "publishing",
 }
 WAITING_SECONDS = 5.0
-"""Shortest time between two lines about failed requests: several files may wait at the same time."""
+"""Shortest time between two lines about failed requests, because several files may be waiting at the same time."""
 _HEADS = {
     ExitCode.DONE: "Done.",
     ExitCode.REFUSED: "Refused: nothing was trained.",
@@ -51,7 +51,7 @@ _HEADS = {
 
 
 class View:
-    """The output of a command that takes long: a bar on a terminal; in a file lines, at least one every half minute."""
+    """The output of a long-running command: a bar on a terminal, or lines in a file, at least one every half minute."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class View:
     ) -> None:
         """columns: columns of the bar; empty: there is no bar. prefix: start of the lines that say what is still being done."""
         self._console = console
-        # Checked once, because the bar has to be ended even if the terminal is gone by then.
+        # This is checked only once, because the bar has to be stopped even if the terminal is gone by then.
         self._draws = console.is_terminal and bool(columns)
         self._signs = SignsOfLife(lambda line: self._print(f"{prefix}{line}"), silence_seconds=silence_seconds)
         self._bars = Progress(*columns, console=console, transient=True)
@@ -87,7 +87,7 @@ class View:
 
 
 class LiveView(View):
-    """A `RunListener` that shows a run on a terminal; in a file only the lines appear."""
+    """A `RunListener` that shows a run on a terminal, or only prints lines if the output goes to a file."""
 
     def __init__(self, console: Console, job: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
         facts = (MofNCompleteColumn(), TextColumn("{task.fields[facts]}"), TimeElapsedColumn())
@@ -98,7 +98,7 @@ class LiveView(View):
         self._task: TaskID | None = None
 
     def started(self, role: Role, attempt: int, output: Path) -> None:
-        """Print that a role begins, and the file of its output."""
+        """Print that a role begins, and the path of its output file."""
         again = f", attempt {attempt}" if attempt else ""
         self._print(f"{self._job}: {WORK[role]}{again} (output: {output})")
         self._signs.doing(WORK[role])
@@ -135,19 +135,19 @@ class LiveView(View):
         self._print(f"{self._job}: {report.role} {ending}{kind} after {seconds:.1f} s{details}")
         for finding in report.findings:
             self._print(finding_text(finding))
-        # Findings carry their own fixes; the hint repeats the first.
+        # Findings carry their own fixes, and the hint repeats the first of these.
         if report.outcome is not Outcome.SUCCEEDED and report.hint and not report.findings:
             self._print(f"  {report.hint}")
 
     def restarting(self, report: TerminationReport, pause_seconds: float) -> None:
-        """Print that the same role is tried again."""
+        """Print that the same role will be tried again."""
         pause = f" in {pause_seconds:.0f} s" if pause_seconds else ""
         self._print(f"{self._job}: {report.role} starts again{pause}")
         self._signs.doing(f"waiting to start {report.role} again{pause}")
 
 
 def progress_text(progress: TrainingProgress) -> str:
-    """Write losses, pace and the time that is left."""
+    """Return losses, pace and the remaining time as text."""
     parts = []
     if progress.loss is not None:
         parts.append(f"loss {progress.loss:.3f}")
@@ -161,7 +161,7 @@ def progress_text(progress: TrainingProgress) -> str:
 
 
 def summary_text(code: ExitCode, summary: Summary) -> str:
-    """Write losses, results, verification and time."""
+    """Return losses, results, verification and time as text."""
     rows: list[tuple[str, str]] = []
     if summary.losses is not None:
         kind = "held-out loss" if summary.losses.held_out else "training loss"
@@ -210,7 +210,7 @@ def _path(path: Path | None) -> str | None:
 
 
 def row_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Write labels and their texts in two columns."""
+    """Return lines with labels and their texts in two columns."""
     return [f"  {label + ':':<15}{text}" for label, text in rows]
 
 

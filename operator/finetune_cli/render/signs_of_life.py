@@ -1,4 +1,4 @@
-"""Signs of life of a waiting command: a line that says what it does, whenever nothing was printed for a while."""
+"""Signs of life of a waiting command: whenever nothing was printed for a while, a line says what the command is doing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SILENCE_SECONDS = 30.0
 class SignsOfLife:
     """A context manager that calls `print_line` with what is being done and for how long, after each period of silence.
 
-    A separate thread does so, because the command itself may be waiting for a read of a pipe.
+    A separate thread does this, because the command itself may be blocked while it reads from a pipe.
     """
 
     def __init__(self, print_line: Callable[[str], None], *, silence_seconds: float = SILENCE_SECONDS) -> None:
@@ -25,13 +25,13 @@ class SignsOfLife:
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def doing(self, text: str) -> None:
-        """Set what is being done from now on; empty: nothing that takes long. The caller has printed a line about it."""
+        """Set what is being done from now on; empty: nothing that takes long. The caller has printed a line about this."""
         with self._lock:
             self._doing, self._detail = text, ""
             self._since = self._spoken = time.monotonic()
 
     def detail(self, text: str) -> None:
-        """Set the progress that the next sign of life will name."""
+        """Set the progress that the next sign of life will mention."""
         with self._lock:
             self._detail = text
 
@@ -56,7 +56,7 @@ class SignsOfLife:
                 self._print_line(line)
 
     def _next(self, now: float) -> tuple[str, float]:
-        """Return the line that is due, or an empty one, and the seconds until the next may be due."""
+        """Return the line that is due, empty if none is, and the seconds until the next line may be due."""
         with self._lock:
             left = self._spoken + self._silence_seconds - now
             if left > 0:

@@ -1,4 +1,4 @@
-"""Verdicts, findings and fixes as plain text, which reads the same in a log and on a terminal; verdicts as JSON and YAML."""
+"""Formats verdicts, findings and fixes as plain text, the same in a log and on a terminal, and documents as JSON and YAML."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 WIDTH = 100
-"""Characters of a line."""
+"""Maximum length of a line in characters."""
 
 
 def report_text(report: Report) -> str:
-    """Write all verdicts; each names its file if there are several files."""
+    """Return all verdicts as text; each names its file if there are several files."""
     has_several = len({verdict.file for verdict in report.verdicts}) > 1
     lines: list[str] = []
     for verdict in report.verdicts:
@@ -40,7 +40,7 @@ def report_text(report: Report) -> str:
 
 
 def finding_text(finding: Finding) -> str:
-    """Write a finding: field, value, reason, fix. `finetune explain` has the evidence."""
+    """Return a finding as text: field, value, reason, fix. `finetune explain` has the evidence."""
     return "\n".join(
         [
             "",
@@ -54,7 +54,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def choices_text(choices: Iterable[Choice]) -> str:
-    """Write the choices of a plan."""
+    """Return the choices of a plan as a table."""
     from finetune_job.rules.rule import format_value
 
     rows = [(choice.field.removeprefix("spec."), format_value(choice.value), choice.reason) for choice in choices]
@@ -74,7 +74,7 @@ def fixes_text(files: Sequence[FixedFile]) -> str:
 
 
 def labelled(label: str, text: str) -> str:
-    """Write `label: text`, indented and wrapped."""
+    """Return `label: text`, indented and wrapped."""
     lead = f"    {label + ': ':<8}"
     indent = " " * len(lead)
     return textwrap.fill(
@@ -104,12 +104,12 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def as_json(content: dict[str, Any]) -> str:
-    """Write JSON, indented, keys in their given order. Unprintable characters are escaped, and read back the same."""
+    """Return indented JSON with the keys in their given order. Unprintable characters are escaped, and read back unchanged."""
     text = json.dumps(content, indent=2, ensure_ascii=False)
     return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text) + "\n"
 
 
 def as_yaml(content: dict[str, Any]) -> str:
-    """Write YAML in block style, keys in their given order. Unprintable characters are escaped, and read back the same."""
+    """Return block-style YAML with the keys in their given order. Unprintable characters are escaped, and read back unchanged."""
     text = str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return text if text.replace("\n", "").isprintable() else str(yaml.safe_dump(content, sort_keys=False))
