@@ -1,1 +1,1 @@
-"""Turns records on a claim into token sequences on the workspace, and these into batches."""
+"""Turns records on a claim into token sequences on the workspace, and those sequences into batches."""

@@ -1,8 +1,8 @@
 """Turns prepared sequences into tensors. Reads only what a batch needs; the same indices give the same bytes on every machine.
 
-The training loop and the verification use it. A sequence consists of one or more whole documents. Invariants: positions restart
-at 0 at each document of a row and at its padding, which is how transformers' attention (sdpa and eager, without a mask) separates
-them. The first token of a document is never supervised, because the token before it belongs to another document.
+Used by the training loop and by verification. A sequence consists of one or more whole documents. Invariants: positions restart
+at 0 at each document of a row and at the row's padding; transformers' attention (sdpa and eager, without a mask) uses this to
+keep documents apart. The first token of a document is never supervised, because the token before it belongs to another document.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from finetune_trainer.data.shards import (
 )
 
 IGNORED_LABEL = -100
-"""Label of a token that is not supervised; the value that transformers and torch's cross_entropy ignore."""
+"""Label of tokens that are not supervised; transformers and torch's cross_entropy ignore this value."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The int64 tensors of a batch, of shape [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`, not shifted yet.
+    """The int64 tensors of a batch, each [B, T]. `labels[b, t]` is `input_ids[b, t]` or `IGNORED_LABEL`; labels are not shifted.
 
-    Give the model `input_ids` and `position_ids`, no attention mask, and `use_cache=False`: transformers looks for packed
-    documents only if there is neither a mask nor a cache.
+    Call the model with `input_ids`, `position_ids` and `use_cache=False`, and without an attention mask: transformers detects
+    packed documents only if there is neither a mask nor a cache.
     """
 
     input_ids: torch.Tensor
@@ -71,7 +71,7 @@ class PreparedSplit:
 
     @classmethod
     def open_held_out(cls, directory: Path) -> PreparedSplit | None:
-        """Open only the held-out records; returns None if there are none. Raises PreparedDataError as `open` does."""
+        """Open only the held-out records; returns None if there are none. Raises PreparedDataError like `PreparedData.open`."""
         manifest = read_manifest(directory)
         if VALIDATION not in manifest["splits"]:
             return None
@@ -95,11 +95,11 @@ class PreparedSplit:
 
     @property
     def num_supervised_tokens(self) -> int:
-        """Number of supervised tokens of all sequences."""
+        """Number of supervised tokens in all sequences."""
         return int(self._tables.supervised_tokens.sum())
 
     def supervised_tokens(self, indices: Sequence[int]) -> int:
-        """Number of supervised tokens of these sequences together, without reading their tokens."""
+        """Return the total number of supervised tokens in these sequences, without reading the tokens themselves."""
         return int(sum(self._tables.supervised_tokens[index] for index in indices))
 
     def batch(self, indices: Sequence[int]) -> Batch:
@@ -140,7 +140,7 @@ class PreparedSplit:
         return tokens.tolist(), supervised.tolist()
 
     def _bounds(self, sequence: int) -> list[tuple[int, int]]:
-        """Start and stop of each document of the sequence, counted in tokens of the split."""
+        """Start and stop of each document of the sequence, as token offsets in the split."""
         if not 0 <= sequence < self.num_sequences:
             raise IndexError(f"sequence {sequence} is not in 0..{self.num_sequences - 1}")
         ends = self._tables.sequence_ends
@@ -155,17 +155,17 @@ class PreparedSplit:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Verified prepared data."""
+    """Prepared data whose files have been verified."""
 
     train: PreparedSplit
     validation: PreparedSplit | None
     """The held-out data; None if the plan has none."""
     data_hash: str
-    """SHA-256 over everything prepared, in hexadecimal."""
+    """Hexadecimal SHA-256 that covers all prepared files."""
 
     @classmethod
     def open(cls, directory: Path, least_length: int = 1) -> PreparedData:
-        """Open the data under `directory`. Raises PreparedDataError if any byte is not what was written.
+        """Open the data under `directory`. Raises PreparedDataError if any byte has changed since it was written.
 
         least_length: shorter rows are padded to this length.
         """
@@ -179,7 +179,7 @@ class PreparedData:
         return cls(train=splits[TRAIN], validation=splits.get(VALIDATION), data_hash=manifest["data_hash"])
 
     def verification_prompts(self, n: int) -> list[list[int]]:
-        """Token ids of up to `n` whole documents, spread evenly over the held-out data (without it: the training data)."""
+        """Token ids of up to `n` whole documents, spread evenly over the held-out data (if there is none: the training data)."""
         split = self.validation or self.train
         count = min(n, split.num_documents)
         return [split.document(number * split.num_documents // count) for number in range(count)]

@@ -1,11 +1,11 @@
-"""Turns a chat into its text, as the model's template writes it, and the spans of that text that the assistant writes.
+"""Renders a chat with the model's template, and finds the spans of the rendered text that the assistant writes.
 
 A span begins after the header of the assistant's turn (the text that the template adds to ask for an answer) and ends after the
-token that ends the turn. If the template marks what the assistant generates, these marks are the spans. Otherwise the chat is
-rendered a second time with marks around each content (sentinels.py), since templates drop, trim and rewrite contents. If a span
-is uncertain, the record has a problem: training on wrong tokens is worse than stopping. render_chat.py renders the text;
-template_probe.py finds out what a template puts around turns. tokenize.py calls this module for records, tokenizer.py for the
-template itself.
+token that ends the turn. If the template marks what the assistant generates, the marked parts are the spans. Otherwise the chat
+is rendered a second time with marks around each content (sentinels.py), since templates drop, trim and rewrite contents. If a
+span is uncertain, the record is rejected: training on wrong tokens is worse than stopping. render_chat.py renders the text;
+template_probe.py finds out what a template puts around turns. Called by tokenize.py for records, and by tokenizer.py to check the
+template.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from finetune_trainer.data.sentinels import SentinelPositions, read_sentinels, w
 
 _WORD = re.compile(r"\w+")
 Turn = tuple[Span, ...]
-"""Spans of what the assistant says in one turn, with the token that ends it; several only if the template marks several."""
+"""Spans of what the assistant says in one turn, including the token that ends it; several only if the template marks several."""
 
 OWN_TEMPLATE = (
     "write a spec.data.chatTemplate that surrounds what the assistant says with {% generation %} and {% endgeneration %}"
@@ -33,7 +33,7 @@ OWN_TEMPLATE = (
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A chat as the model sees it, and what the assistant says in it, turn by turn."""
+    """The text of a chat as the model sees it, and the spans of the assistant's turns."""
 
     text: str
     turns: tuple[Turn, ...]
@@ -41,22 +41,22 @@ class RenderedChat:
 
 @dataclass(frozen=True, eq=False)
 class ChatTemplate:
-    """A template and the texts that it was seen to write. `template_probe.chat_template` creates it."""
+    """A template, and the texts that a probe showed it to write around turns. Created by `template_probe.chat_template`."""
 
     source: str
     variables: Mapping[str, Any]
-    """Name that templates use -> special token."""
+    """Variables of the template: name -> special token or argument."""
     tracks_generation: bool
     asking: str
-    """The text that the template writes after a question's words to ask for an answer."""
+    """The text that follows a question's words in a prompt: the end of the user's turn, then the generation prompt."""
     asks: bool
-    """Whether the template writes something to ask for an answer."""
+    """Whether the template writes a generation prompt."""
     headers: tuple[str, ...]
-    """Texts that open a turn of the assistant; the first is the generation prompt. Empty if the template writes no such text."""
+    """Texts that open a turn of the assistant, the generation prompt first. Empty if the template writes no such text."""
     stops: Mapping[str, int]
-    """Text of the tokens that end an assistant's turn -> id of the last. There are two if a chat's last turn ends differently."""
+    """Text that ends an assistant's turn -> id of its last token. It has two entries if a chat's last turn ends differently."""
     call_stops: Mapping[str, int]
-    """Other tokens at which generation stops -> their ids. A turn that calls tools may end with these."""
+    """Other tokens at which generation stops -> their ids. A turn that calls tools may end with one of them."""
 
     def mentions(self, name: str) -> bool:
         """Whether the template may read a variable or a key of this name."""
@@ -73,11 +73,11 @@ class ChatTemplate:
         return render_chat(self.source, self.variables, messages, tools)[0]
 
     def render_whole(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """Return the text without turns. Raises ChatError, also if a tool call is missing in the text."""
+        """Render a chat without looking for turns. Raises ChatError, also if the text lacks a tool call."""
         text = self.render(messages, tools)
         calling = [number for number, message in enumerate(messages) if message.get("tool_calls")]
         if calling:
-            # The text may contain the tool's name for another reason, such as in the tool's description.
+            # A tool's name may also be in the text for another reason, for example in the tool's description.
             with_marks, first = with_sentinels(messages, text, frozenset(), calls=True)
             marks = read_sentinels(self.render(with_marks, tools), first, len(messages))
             for number in calling:
@@ -85,7 +85,7 @@ class ChatTemplate:
         return RenderedChat(text, ())
 
     def render_turns(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> RenderedChat:
-        """Return the text and every turn of the assistant in it. Raises ChatError."""
+        """Render a chat and find every turn of the assistant. Raises ChatError."""
         numbers = [number for number, message in enumerate(messages) if message["role"] == ASSISTANT]
         turns: tuple[Turn, ...]
         if self.tracks_generation:
@@ -100,7 +100,7 @@ class ChatTemplate:
             turns = tuple((span,) for span in spans)
         for number, turn in zip(numbers, turns, strict=True):
             learnt = "".join(text[start:stop] for start, stop in turn)
-            if messages[number].get(WEIGHT) == 0:  # is not learnt
+            if messages[number].get(WEIGHT) == 0:  # this turn is not learnt
                 continue
             check_calls(number, messages[number], learnt)
             self._check_not_silent(number, messages[number], learnt, text)
@@ -116,7 +116,7 @@ class ChatTemplate:
             raise ChatError(
                 f"{key}.content", reason, 'write "" as the content, or set a spec.data.chatTemplate that asks for content'
             )
-        # If the turn's words occur elsewhere in the text, generation blocks are misplaced; that is reported for the template.
+        # If the turn's words occur elsewhere in the text, generation blocks are misplaced; tokenizer.py reports that.
         if not learnt.strip() and not (words and words in text):
             reason = (
                 "the template writes nothing of what this turn of the assistant says, so the model would learn to say nothing"
@@ -128,10 +128,10 @@ class ChatTemplate:
         return {**self.stops, **self.call_stops} if any(message.get("tool_calls") for message in messages) else self.stops
 
     def _tracked(self, spans: Sequence[Span], text: str, num_turns: int, stops: Mapping[str, int]) -> tuple[Turn, ...]:
-        """Group the spans that the template marked into turns.
+        """Group the template's marked spans by turn.
 
-        A turn ends with a stop token. A span directly after it that holds no stop token (such as an end-of-text token after the
-        last turn) belongs to the same turn.
+        A turn ends with a stop token. A span that directly follows the turn and holds no stop token (such as an end-of-text token
+        after the last turn) belongs to the same turn.
         """
 
         def has_stop(spans: Sequence[Span]) -> bool:
@@ -155,8 +155,8 @@ class ChatTemplate:
         return tuple(map(tuple, turns))
 
     def _marks(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str) -> SentinelPositions:
-        # A template may look at how a question begins or ends, or at the names of called tools, so marks there change what it
-        # writes. Then fewer marks are tried, at last only those around the answers.
+        # A template may check how a question begins or ends, or the names of called tools, so marks there change its output. In
+        # that case fewer marks are tried, finally only those around the answers.
         calls = any(message.get("tool_calls") for message in messages)
         ways = [(None, True)] if calls else []
         for roles, with_calls in [*ways, (None, False), (frozenset({ASSISTANT}), False)]:
@@ -212,9 +212,9 @@ class ChatTemplate:
         return start, self._end(text, max(start, last), after, key, message, follows_words=last >= 0)
 
     def _after_question(self, text: str, end: int, question: str, limit: int) -> int:
-        """Position after the text that asks for an answer to the question, whose words end at `end`; -1 if it is not there.
+        """Position after the text `asking` that follows the question's words, which end at `end`; -1 if that text is missing.
 
-        The text before this position is exactly what a server's client will send.
+        The text before this position is exactly the prompt that a client will send to a server.
         """
         blank = question[len(question.rstrip()) :]
         # The template may keep the white space at the end of the question.
@@ -225,9 +225,9 @@ class ChatTemplate:
         return -1
 
     def _after_header(self, text: str, earliest: int, limit: int, is_clear: bool) -> int:
-        """Position after the header between `earliest` and `limit`; -1 if there is none, or several and not `is_clear`.
+        """Position after the header between `earliest` and `limit`; -1 if none is found, or if several are and not `is_clear`.
 
-        is_clear: the whole range belongs to this turn, so its first header opens the turn and others are parts of it.
+        is_clear: the whole range belongs to this turn, so the first header opens the turn and others are part of it.
         """
         places = [(at, order) for order, header in enumerate(self.headers) if (at := text.find(header, earliest, limit)) >= 0]
         if not is_clear:
@@ -241,7 +241,7 @@ class ChatTemplate:
     def _after_prompt(
         self, text: str, asked: Sequence[Message], tools: Sequence[Mapping[str, Any]], earliest: int, limit: int
     ) -> int:
-        """Position after the prompt made from the messages before this turn; -1 if the chat's text does not begin with it.
+        """Position after the prompt made from the messages before this turn; -1 if this is not how the text begins.
 
         Some templates write nothing between the result of a tool and the assistant's reply to it.
         """
@@ -254,9 +254,9 @@ class ChatTemplate:
         return len(prompt) if text.startswith(prompt) and earliest <= len(prompt) <= limit else -1
 
     def _end(self, text: str, start: int, after: int, key: str, message: Message, *, follows_words: bool) -> int:
-        """Position after the stop token between `start`, the end of the turn's words, and `after`, the start of the next words.
+        """Position after the stop token between `start`, where the turn's words end, and `after`, where the next words begin.
 
-        follows_words: words or a call of this turn end at `start`, so the next stop token ends the turn, unless it is quoted.
+        follows_words: whether words or a call end at `start`; if so, the next stop token ends the turn unless it is quoted.
         """
         stops = self._stops_of(message)
         places = [(at, token) for token in stops for at in [text.find(token, start, after)] if at >= 0]
@@ -275,7 +275,7 @@ class ChatTemplate:
 
 
 def check_calls(number: int, message: Message, learnt: str) -> None:
-    """Raise ChatError if `learnt` lacks a tool call of the message, or holds one in a form that no server reads.
+    """Raise ChatError if `learnt` lacks a tool call of the message, or contains one in a form that no server parses.
 
     number: index of the message in its chat.
     """
@@ -297,8 +297,8 @@ def check_calls(number: int, message: Message, learnt: str) -> None:
             is_text_of_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
         except (ValueError, RecursionError):
             is_text_of_object = False
-        # A template may write such JSON text as a JSON string (transformers' filter keeps non-ASCII characters, Jinja's escapes
-        # them), or put it into braces of its own.
+        # A template may encode such JSON text again as a JSON string (transformers' filter keeps non-ASCII characters, Jinja's
+        # escapes them), or put it into braces of its own.
         forms = (
             (json.dumps(arguments, ensure_ascii=False), json.dumps(arguments), f"{{{arguments}}}") if is_text_of_object else ()
         )

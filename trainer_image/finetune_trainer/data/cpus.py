@@ -1,4 +1,4 @@
-"""Counts the CPUs that this process may use, by its affinity and its cgroups' limits, which a container's `cpu` limit sets."""
+"""Counts the CPUs that this process may use, by its CPU affinity and its cgroup limits, which a container's `cpu` limit sets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def available_cpus(root: Path = CGROUP_ROOT, own: Path = OWN_CGROUP) -> int:
-    """Number of CPUs, 1 or more. A limit of 1.5 CPUs counts as 2. Limits of version-1 cgroups are ignored."""
+    """Number of CPUs, 1 or more. A limit of 1.5 CPUs counts as 2. Limits of cgroup v1 are ignored."""
     cpus = float(len(os.sched_getaffinity(0)))
     try:
-        # `0::/path` names the version-2 group. The limits of its parent groups also apply.
+        # `0::/path` names this process's group in cgroup v2. The limits of its parent groups also apply.
         (path,) = [line.removeprefix("0::") for line in own.read_text().splitlines() if line.startswith("0::")]
     except (OSError, ValueError):
         return max(int(cpus), 1)

@@ -16,7 +16,7 @@ _PACKED: Mapping[str, tuple[re.Pattern[bytes], str]] = {
     ".xz": (re.compile(rb"\xfd7zXZ\x00"), "unxz"),
     ".zip": (re.compile(rb"PK\x03\x04"), "unzip"),
 }
-"""Suffix -> first bytes of such a file, and the program that decompresses it. Text may begin with "BZh" by chance."""
+"""Suffix -> pattern of the first bytes, and the program that decompresses the file. "BZh" alone could also be plain text."""
 _MARK_BYTES = 10
 """Number of bytes that the longest pattern in _PACKED matches."""
 _TO_CSV = "save it as CSV with commas, with the names of the columns in the first line, in a file named .csv"

@@ -1,7 +1,7 @@
-"""Prepares one part of a file at a time: read, tokenise, write the result to files, report the problems.
+"""Prepares one part of a file at a time: reads and tokenises records, writes the result to files, and reports problems.
 
-Called in each worker process (worker.py), or in the preparing process itself if there is little to do. It needs memory for one
-batch of records, whatever the size of the part. The result does not depend on where or when a part is prepared.
+Called in each worker process (worker.py), or in the preparing process itself if there are no workers. Memory is needed only for
+one batch of records, whatever the size of the part. The result does not depend on where or when a part is prepared.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from finetune_trainer.errors import TrainerError
 from finetune_trainer.files import open_regular
 
 PART_BYTES = 4 << 20
-"""Size of the parts into which a file is split if its format allows it. Not a setting: another size would change the findings."""
+"""Size of the parts into which a file is split if its format allows it. This is fixed: another size would change the findings."""
 BATCH_RECORDS, BATCH_CHARACTERS = 256, 1 << 18
-"""Records given to the tokenizer at a time. More would not be faster, and tokenised records take about fifty times their size."""
+"""Largest batch for the tokenizer. Larger ones are no faster, and a tokenised record takes about fifty times its size."""
 DOCUMENT_TYPE = np.dtype([("length", "<u4"), ("supervised", "<u4"), ("digest", "<u8")])
-"""Stored for each document besides its tokens: counts of tokens, and a BLAKE2b digest of 64 bits of its ids."""
+"""Row that is stored for each document in addition to its tokens: token counts, and a 64-bit BLAKE2b digest of its token ids."""
 
 READ_DOCUMENTS = 1 << 16
-"""Number of documents whose facts are read at a time."""
+"""Number of DOCUMENT_TYPE rows that are read at a time."""
 
 
 class PartFilesError(TrainerError):
@@ -58,16 +58,16 @@ class PartSettings:
 
     plan: DataPlan
     stop_ids: tuple[int, ...] = ()
-    """Tokens at which generation stops. A turn that calls a tool may end with a different token than a turn of words."""
+    """Tokens at which generation stops. A turn that calls a tool may end with a different token than a turn of plain text."""
 
     @property
     def skips_invalid(self) -> bool:
-        """Whether wrong records are skipped, up to a share of the source."""
+        """Whether invalid records are skipped, as long as they are only a small share of the source."""
         return self.plan.on_invalid_record is OnInvalidRecord.SKIP
 
     @property
     def goes_on(self) -> bool:
-        """Whether records after a wrong one are tokenised: they are used, or their own problems only show then."""
+        """Whether records after an invalid one are tokenised: to use them, or because only tokenising finds their problems."""
         return self.skips_invalid or self.plan.format is DataFormat.CHAT
 
 
@@ -76,7 +76,7 @@ class FilePart:
     """Some records of one file."""
 
     source: int
-    """Number of the source that the file belongs to."""
+    """Index of the source that the file belongs to."""
     path: Path
     span: tuple[int, int] | None
     """Start and stop in bytes; None for the whole file."""
@@ -95,7 +95,7 @@ class PartTask:
 
 @dataclass
 class PartResult:
-    """Counts and problems of a part. It may come from another process, so its types are checked there (messages.py)."""
+    """Counts and problems of a part. A worker process may send it, so messages.py checks its types."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
     num_records: Count = 0
@@ -115,13 +115,13 @@ class PartResult:
     num_invalid: Count = 0
     invalid_places: InvalidPlaces = field(default_factory=list)
     must_fail: bool = False
-    """One of the problems is not one of a single record, so nothing is skipped."""
+    """Whether a problem concerns more than a single record, so that no record may be skipped."""
     left_out: CountedProblems = field(default_factory=dict)
-    """Content of kept records that a chat template leaves out, counted once for each record and kind of problem."""
+    """Content of kept records that a chat template leaves out, counted once per record and kind of problem."""
     unread: UnreadKeys = field(default_factory=dict)
     unreadable: OSError | None = None
     template_is_endless: bool = False
-    """The chat template did not finish for one of the records; later records were not rendered."""
+    """Whether the chat template did not finish for a record; later records were then not rendered."""
 
     def found_length(self, length: int, count: int = 1) -> None:
         """Count records with this number of tokens."""
@@ -165,8 +165,8 @@ def documents_file(result: Path) -> Path:
 def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None = None) -> PartResult:
     """Do the task. An unreadable file is reported in the result; OSError means that the result cannot be written.
 
-    Unless wrong records are skipped, the others are only checked after the first of them, since the job cannot run and checking
-    alone is much faster. note: as in `tokenize`.
+    Unless `goes_on`, records after the first invalid one are only parsed: the job cannot run anyway, and parsing alone is much
+    faster. note: as in `tokenize`.
     """
     result, settings, plan = PartResult(), task.settings, task.settings.plan
     if task.result is None or tokenizer is None:
@@ -174,7 +174,7 @@ def work_on(task: PartTask, tokenizer: Tokenizer | None, note: RecordNote | None
             result.num_records += len(records)
         return result
     unknown_id: int | None = getattr(tokenizer, "unk_token_id", None)
-    # GPT-2's unknown token is also its end-of-text token. It never means unknown text, since the tokens consist of bytes.
+    # GPT-2's unknown token is also its end-of-text token. It never stands for unknown text, since its tokens consist of bytes.
     if unknown_id in [getattr(tokenizer, f"{use}_token_id", None) for use in ("bos", "eos", "pad")]:
         unknown_id = None
     with tokens_file(task.result).open("wb") as tokens, documents_file(task.result).open("wb") as table:
@@ -275,7 +275,7 @@ def _stored(documents: list[TokenizedDocument], result: PartResult, unknown_id: 
 def read_documents(result: Path, num_documents: int) -> Iterator[NDArray[Any]]:
     """Yield arrays of DOCUMENT_TYPE that `work_on` wrote, in blocks that fit in memory. Raises PartFilesError.
 
-    num_documents: the number in the part's result, which may come from another process.
+    num_documents: the number that the part's result states; a worker process may have sent that result.
     """
     with open_regular(documents_file(result)) as file:
         size = os.fstat(file.fileno()).st_size

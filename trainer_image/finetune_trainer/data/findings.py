@@ -23,14 +23,14 @@ TRAIN, VALIDATION = "train", "validation"
 MAX_KEYS = 8
 """Maximum number of unread keys that a finding names."""
 MAX_SKIPPED_SHARE = 0.05
-"""Largest share of a source's records that onInvalidRecord: Skip leaves out; with more the source has another form than named."""
+"""Largest share of a source's records that `onInvalidRecord: Skip` skips. Beyond it, the source likely has another format."""
 MAX_KINDS = 10
-"""Number of kinds of mistakes reported per source; a file with more is most likely in another format."""
+"""Maximum number of kinds of mistakes reported per source; a file with more is most likely in another format."""
 
 
 @dataclass(frozen=True)
 class SplitSource:
-    """A file or directory of records: where it is, and where the user named it."""
+    """A file or directory of records: where it is, and which manifest field names it."""
 
     split: str
     location: ClaimPath
@@ -77,7 +77,7 @@ def unreadable(source: SplitSource, error: OSError) -> Finding:
 
 
 def split_missing(source: SplitSource, wanted: Sequence[str], named_splits: Sequence[str]) -> Finding:
-    """The finding that no file name contains the wanted split. named_splits: the splits that file names contain."""
+    """The finding that no file belongs to the wanted split. named_splits: the splits that file names mention."""
     field = f"{source.field.removesuffix('source')}split" if source.split == VALIDATION else "spec.data.split"
     named = (
         f"its files are of the splits {', '.join(named_splits)}"
@@ -96,7 +96,7 @@ def split_missing(source: SplitSource, wanted: Sequence[str], named_splits: Sequ
 
 
 def unsplit_files(source: SplitSource, split: str, left_out: Sequence[Path]) -> Finding:
-    """The finding that some file names in a directory contain no split, although others do."""
+    """The finding that some file names in a directory mention no split, although others do."""
     shown = ", ".join(str(path.relative_to(source.path)) for path in left_out[:4])
     return _of_source(
         source,
@@ -125,12 +125,12 @@ def empty(source: SplitSource) -> Finding:
 
 
 def wrong_records(source: SplitSource, problems: Iterable[tuple[RecordProblem, int]], num_right: int = 0) -> list[Finding]:
-    """One finding for each kind of mistake: its first place and its number of records. num_right: number of correct records."""
+    """Return one finding per kind of mistake, with its first place and number of records. num_right: number of valid records."""
     findings = []
     for problem, count in problems:
         rule = "data-preference-pairs" if problem.are_preferences else "data-record-invalid"
         if num_right >= count and not all(path.startswith(ROLES_PATH) for path in problem.changes):
-            # At least as many records are correct, and the suggested change of the manifest would make them wrong.
+            # At least as many records are valid, and the suggested manifest change would make them invalid.
             what = repr(problem.key) if problem.key else "it"
             problem = replace(problem, fix=f"write {what} as the other records of this source have it", changes={})
         findings.append(_of_records(source, rule, problem, count))
@@ -148,8 +148,8 @@ def invalid_records(
 ) -> list[Finding]:
     """The findings about records that cannot be used: a warning if they are skipped, else errors, one for each kind of mistake.
 
-    places: the first of them, with their problems. counts: of wrong and of right records. can_skip: the job asks for it, and the
-    problems are those of single records. is_whole: whether all records are counted, without which their share is not judged.
+    places: the first such records and their problems. counts: of invalid and of valid records. can_skip: whether the job asks to
+    skip and each problem concerns only one record. is_whole: whether all records are counted; if not, the share is not judged.
     """
     (num_wrong, num_right), wrong = counts, wrong_records(source, list(problems.values())[:MAX_KINDS], counts[1])
     if not can_skip or not problems:
@@ -191,7 +191,7 @@ def _of_records(source: SplitSource, rule: str, problem: RecordProblem, count: i
 
 
 def too_long(source: SplitSource, num_records: int, num_dropped: int, shortest: int, limit: int) -> Finding:
-    """The finding that records exceed maxSequenceLength: some, which are dropped, or all, so no record is left."""
+    """The finding that some records exceed maxSequenceLength and are dropped, or that all records do and none is left."""
     field = "spec.data.maxSequenceLength"
     if num_dropped == num_records:
         rule, message = "data-all-too-long", f"all {num_records} records are longer than {limit} tokens, so nothing is left"
@@ -229,7 +229,7 @@ def never_used(source: SplitSource, weight: float, num_records: int) -> Finding:
 
 
 def also_held_out(source: SplitSource, num_records: int, num_all: int) -> Finding:
-    """The finding that training records are also held out, token for token."""
+    """The finding that training records equal held-out records, token for token."""
     return _of_source(
         source,
         "data-held-out-in-training",
@@ -250,5 +250,5 @@ def repeated(source: SplitSource, num_repeated: int, num_all: int) -> Finding:
 
 
 def _of_source(source: SplitSource, rule: str, message: str, fix: str, **more: Any) -> Finding:
-    """Make a finding about a source. more: fields of the finding that do not come from the source."""
+    """Make a finding about a source. more: fields that add to, or replace, those taken from the source."""
     return make_finding(rule, **{"field": source.field, "value": source.address, **more}, message=message, fix=fix)

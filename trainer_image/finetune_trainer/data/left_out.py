@@ -16,18 +16,18 @@ from finetune_trainer.data.records import ASSISTANT, TOOLS, Record, RecordProble
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys in which templates look for the thoughts before an answer."""
 _READ_IN_TURNS = frozenset({"role", "content", "tool_calls", *THOUGHTS})
-"""Keys of a turn whose content `dropped_content` looks for in the text."""
+"""Keys of a turn that `_unread_by` skips, since templates read them or `_dropped_content` checks them."""
 END_OF_THOUGHT, START_OF_THOUGHT = "</think>", "<think>"
 """Delimiters of thoughts within a content."""
 
 
 def left_out_by(template: ChatTemplate, record: Record, chat: RenderedChat) -> tuple[RecordProblem, ...]:
-    """The problems of what the template leaves out of a record. chat: the rendered record with all of its turns."""
+    """Return a problem for everything that the template leaves out of a record. chat: the rendered record with all its turns."""
     return (*_dropped_content(record, chat), *_unread_by(template, record))
 
 
 def _unread_by(template: ChatTemplate, record: Record) -> Iterator[RecordProblem]:
-    """Yield a problem for each kind of key that may matter and that the template does not mention."""
+    """Yield a problem for each key that may matter but that the template does not mention, once for all turns with that key."""
 
     def unread(key: str, value: Any) -> RecordProblem:
         reason = "is not read by the chat template, so it has no effect"

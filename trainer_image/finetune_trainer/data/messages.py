@@ -21,13 +21,13 @@ from finetune_trainer.files import SpecialFileError
 from finetune_trainer.processes.child import encode_answer, parse_answer
 
 MAX_ANSWER_BYTES = 4 << 20
-"""Longest line. The bounds below keep an answer shorter, even if each character is escaped."""
+"""Longest line, in bytes. The limits below keep every answer shorter than this, even if each character is escaped."""
 MAX_KINDS_SENT = 100
-"""Number of kinds of problems that are sent for one part; a report shows fewer."""
+"""Maximum number of kinds of problems that are sent for one part; a report shows fewer."""
 MAX_TEXT = 1000
 """Longest text of a problem, in characters. Keys in the user's data may have any length."""
 MAX_CHANGES = 256
-"""Maximum number of characters of a problem's changes of the manifest. Longer changes appear only as text in the fix."""
+"""Maximum total length of a problem's manifest changes, in characters. Longer changes appear only as text in the fix."""
 MAX_TRACE = 20_000
 
 
@@ -106,7 +106,7 @@ def _line(answer: _Answer) -> bytes:
 
 
 def _shortened(problems: CountedProblems) -> CountedProblems:
-    """Shorten the texts of problems. Their keys become numbers, which are shorter than their kinds."""
+    """Shorten the texts of problems, and replace the dictionary's long keys (kinds of problems) with numbers."""
     short: CountedProblems = {}
     for number, (problem, count) in enumerate(list(problems.values())[:MAX_KINDS_SENT]):
         texts = {name: getattr(problem, name)[:MAX_TEXT] for name in ("key", "value", "reason", "fix")}

@@ -4,7 +4,7 @@ Training tools give some of these keys a meaning, such as a label, a weight or a
 learns, the record is refused. Other keys are reported once for each source, unless they are known to carry nothing that is
 learnt. `spec.data.mapping.ignored` names keys that have no meaning for the job and are skipped. Called by parse.py.
 
-The meanings are those of TRL, axolotl, LLaMA-Factory, ms-swift, NeMo, FastChat, OpenAI, Mistral, Together and Fireworks.
+The meanings are taken from TRL, axolotl, LLaMA-Factory, ms-swift, NeMo, FastChat, OpenAI, Mistral, Together and Fireworks.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ IGNORED_FIELD = "spec.data.mapping.ignored"
 TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 """Key of a record that holds arguments of its chat template, as in TRL."""
 WEIGHT = "weight"
-"""Key of a turn whose value 0 means that the turn is not learnt, as in OpenAI's records. It replaces other such keys."""
+"""Key of a turn; the value 0 means that the turn is not learnt, as in OpenAI's records. Other such keys are converted to it."""
 _FLAGS = (WEIGHT, "loss_weight", "loss_scale", "train", "training", "trainable")
 """Keys that say whether, or how much, a record or a turn is learnt."""
 _TURN_FLAGS = (*_FLAGS, "loss")
 _OF_ANSWERS = (WEIGHT, "loss", "loss_scale")
-"""Flags that only have a meaning in turns of the assistant."""
+"""Flags that have a meaning only in turns of the assistant, and are ignored in other turns."""
 _DETAILS = ("train_detail", "training_detail")
-"""Keys of axolotl's lists of spans of a turn, each with `train`."""
+"""Keys under which axolotl lists the spans of a turn, each with a `train` flag."""
 MEDIA = frozenset({
     "image", "images", "image_path", "image_paths", "image_url", "video", "videos", "audio", "audios", "input_audio", "bbox",
 })  # fmt: skip
@@ -42,10 +42,10 @@ _REWARDS = ("reward", "rewards", "advantage", "advantages")
 _MASKED = "says which tokens are learnt, but this product decides that by spec.data.lossOn"
 _UNMASK = "remove the key, and set spec.data.lossOn to what is to be learnt"
 _NO_LABEL = -100
-"""Label of tokens that are not learnt, in records that are tokenised already."""
+"""Label of tokens that are not learnt, in records that are already tokenised."""
 _TOKEN_MASKS = ("loss_mask", "completion_mask", "assistant_mask", "assistant_masks")
 _ROLE_MASK = "mask"
-"""NeMo's key of the role whose turns are not learnt."""
+"""NeMo's key that names the role whose turns are not learnt."""
 _NOTES = frozenset({
     "id", "ids", "_id", "idx", "index", "uid", "uuid", "guid", "key", "hash", "row_id", "sample_id", "example_id", "record_id",
     "prompt_id", "question_id", "message_id", "messageid", "conversation_id", "conversation_hash", "parent_id", "session_id",
@@ -56,23 +56,23 @@ _NOTES = frozenset({
     "num_turns", "turns", "turn", "num_tokens", "token_count", "length", "difficulty", "quality", "__index_level_0__",
     "parallel_tool_calls",
 })  # fmt: skip
-"""Keys of records and turns that describe them and carry nothing that is learnt, in lower case."""
+"""Keys (in lower case) that only describe a record or a turn and carry nothing that is learnt."""
 _TURN_NOTES = _NOTES | {"tool_call_id", "annotations", "parsed", "logprobs", "finish_reason", "usage", "end_turn"}
 _PART_NOTES = _NOTES | {"type", "annotations", "cache_control", "logprobs"}
 _TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of the parts of a content that are text."""
+"""Types of content parts that are text."""
 _TEXT_KEYS = ("text", "value", "content")
 """Keys under which tools store the text of a part."""
 
 
 @dataclass(frozen=True)
 class _Meaning:
-    """The meaning of a key that this product cannot follow."""
+    """A meaning of a key that this product does not support."""
 
     reason: str
     fix: str
     applies: Callable[[Any], bool] = lambda _value: True
-    """Whether a value that is not empty has the meaning."""
+    """Decides whether the meaning applies to a value, which is never empty."""
     are_preferences: bool = False
 
 
@@ -147,15 +147,15 @@ _RECORD_MEANINGS: Mapping[str, _Meaning] = {
         _hides_answers,
     ),
 }
-"""Key of a record -> its meaning."""
+"""Key of a record -> the meaning that other tools give it."""
 _NOT_OF_TEXTS = frozenset({*_RATINGS, *_PREFERENCES, *_FLAGS, *_REWARDS, *MEDIA, _ROLE_MASK})
-"""Keys without such a meaning in the text format: its records have no answer, and are learnt whatever these keys say."""
+"""Keys that lose this meaning in the text format: its records have no answer and are always learnt."""
 
 
 def unread_keys(
     place: RecordPosition, record: Mapping[str, Any], read: Collection[str], data_format: DataFormat
 ) -> tuple[str, ...]:
-    """The keys of a record that are not read and may mean something. Raises RecordRefusedError for a meaning that would be lost.
+    """Return the keys of a record that are not read but may mean something. Raises RecordRefusedError if a meaning would be lost.
 
     record: without the keys that the mapping ignores. read: the keys from which the record is made.
     """
@@ -175,17 +175,17 @@ def unread_keys(
 
 
 def _is_followed(key: str, value: Any) -> bool:
-    """Whether the product already does what this value requests."""
+    """Whether the product already does what this value asks for."""
     return (key in _FLAGS and _share(value) == 1) or (key == _ROLE_MASK and isinstance(value, str))
 
 
 def is_of_interest(key: str) -> bool:
-    """Whether a key that is not read might mean something, going by its name."""
+    """Whether a key that is not read might mean something, judging by its name."""
     return key.lower() not in _NOTES
 
 
 def judged_columns(names: Collection[str], data_format: DataFormat, mapping: MappingPlan) -> list[str]:
-    """Columns whose values decide whether a record is refused. Others are not read, since pictures may be large."""
+    """Columns whose values decide whether a record is refused. Other columns are not read, because their values may be large."""
     not_judged = {*mapping.ignored, *(_NOT_OF_TEXTS if data_format is DataFormat.TEXT else ())}
     return [name for name in names if name in _RECORD_MEANINGS and name not in not_judged]
 
@@ -197,10 +197,10 @@ def is_empty(value: Any) -> bool:
 
 
 def without_flags(place: RecordPosition, key: str, turn: Mapping[str, Any], role: str, mapping: MappingPlan) -> dict[str, Any]:
-    """The keys of a turn besides role, content and calls.
+    """Return the remaining keys of a turn, without flags that say whether the turn is learnt.
 
-    Keys that say whether the turn is learnt are left out. A turn of the assistant that is not learnt gets `weight: 0` instead.
-    Raises RecordRefusedError for keys that change what is learnt in a way that this product does not follow.
+    A turn of the assistant that is not learnt gets `weight: 0` instead. Raises RecordRefusedError for keys that would change what
+    is learnt in a way that this product does not support.
     """
     others: dict[str, Any] = {}
     is_learnt = True
@@ -221,7 +221,7 @@ def without_flags(place: RecordPosition, key: str, turn: Mapping[str, Any], role
 
 
 def may_matter(turn: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a turn's keys that matter only if the template reads them. The name of a result's tool is also in the tool's call."""
+    """Yield a turn's keys that matter only if the template reads them. A tool result's `name` is skipped: the call has it too."""
     known = {*_TURN_NOTES, WEIGHT, *(["name"] if turn["role"] == "tool" else [])}
     return (key for key, value in turn.items() if key.lower() not in known and not is_empty(value))
 

@@ -1,4 +1,4 @@
-"""Packs documents of weighted data sets into the sequences of one pass, in memory that does not grow with the data.
+"""Packs documents of weighted data sets into the sequences of one pass, using memory that does not grow with the data.
 
 A record with index i of a data set with weight w occurs floor((i+1)*w) - floor(i*w) times in a pass. Documents are packed window
 by window, best fit decreasing: the longest first, each into the fullest sequence that still has room for it. Documents of equal
@@ -19,37 +19,37 @@ from finetune_trainer.data.records import WEIGHT_UNIT, occurrences, weight_units
 Array = NDArray[Any]
 
 WINDOW_OCCURRENCES = 1 << 20
-"""Number of document occurrences that are packed together. Beyond some ten thousand, sequences get no fuller."""
+"""Number of document occurrences that are packed together. More than about ten thousand would not make sequences fuller."""
 BLOCK_DOCUMENTS = 1 << 18
-"""Number of documents from which those of a window are selected at a time."""
+"""Number of documents examined at a time when the documents of a window are selected."""
 
 
 @dataclass(frozen=True)
 class WeightedDocuments:
-    """The `count` documents of one data set. Their numbers follow those of the previous data set."""
+    """The `count` documents of one data set. Document numbers continue from the previous data set."""
 
     count: int
     weight: float
 
     @property
     def occurrences(self) -> int:
-        """Number of occurrences of all these documents in one pass."""
+        """Total number of times that these documents occur in one pass."""
         return self.count * weight_units(self.weight) // WEIGHT_UNIT
 
 
 @dataclass(frozen=True)
 class PlanWindow:
-    """Some sequences: document numbers, the exclusive end of each sequence among these, and its number of supervised tokens."""
+    """Sequences: their document numbers, the exclusive end of each sequence in that list, and its number of supervised tokens."""
 
     sequence_documents: Array
     sequence_ends: Array
     supervised_tokens: Array
     num_tokens: int
-    """Number of tokens of all sequences."""
+    """Total number of tokens in the sequences."""
 
     @classmethod
     def of(cls, documents: Array, sequence_ends: Array, tokens: Array, supervised: Array) -> PlanWindow:
-        """tokens, supervised: counts for each document. There must be one or more documents."""
+        """tokens, supervised: counts for each document. There must be at least one document."""
         of_sequences = np.add.reduceat(supervised, np.concatenate([[0], sequence_ends[:-1]]))
         return cls(documents, sequence_ends, of_sequences, int(tokens.sum()))
 
@@ -61,9 +61,9 @@ def plan_windows(
     packing: bool,
     window_occurrences: int = WINDOW_OCCURRENCES,
 ) -> Iterator[PlanWindow]:
-    """Yield sequences that together hold every occurrence of every document once.
+    """Yield windows of sequences that together hold every occurrence of every document once.
 
-    counts: takes ascending document numbers, and returns the numbers of tokens and of supervised tokens of each, int64.
+    counts: takes ascending document numbers and returns each document's numbers of tokens and of supervised tokens, int64.
     """
     stride = max(-(-sum(data_set.occurrences for data_set in data_sets) // window_occurrences), 1)
     for offset in range(stride):
@@ -71,8 +71,8 @@ def plan_windows(
         if not len(documents):
             continue
         tokens, supervised = counts(documents)
-        # The first occurrence of every document, then the second ones, and so on: packing keeps this order among equal lengths,
-        # which puts copies of a document into different sequences where possible.
+        # All first occurrences of documents, then all second ones, and so on. Packing keeps this order among equal lengths, so
+        # copies of a document go into different sequences where possible.
         places = np.concatenate([np.flatnonzero(times > number) for number in range(int(times.max()))])
         if packing:
             order, ends = pack(tokens[places], max_sequence_length)
@@ -83,9 +83,9 @@ def plan_windows(
 
 
 def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, stride: int) -> tuple[Array, Array]:
-    """Select every `stride`-th document from `offset` on, if it occurs in a pass. Return their numbers and occurrences.
+    """Select every `stride`-th document from `offset` on that occurs in a pass. Return document numbers and occurrences.
 
-    This goes block by block: with a small weight only a few documents occur, so the others need not all be in memory.
+    Documents are examined in blocks: with a small weight only few of them occur, and the others need not all be in memory.
     """
     documents_of_blocks, times, first = [], [], 0
     for data_set in data_sets:
@@ -101,11 +101,11 @@ def _window_documents(data_sets: Sequence[WeightedDocuments], offset: int, strid
 
 
 def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
-    """Return (documents, sequence_ends): document numbers, sequence after sequence, int64 [num_documents]; and each sequence's
-    exclusive end among these, int64 [num_sequences]. Each document is in one sequence; no sequence exceeds the limit (in tokens).
+    """Return (documents, sequence_ends): document numbers, sequence after sequence, int64 [num_documents], and the exclusive end
+    of each sequence in them, int64 [num_sequences]. Each document is in one sequence; none exceeds the limit (in tokens).
 
-    The documents of a sequence, and the first documents of the sequences, keep the given order. Raises ValueError for a length
-    that is not in 1..max_sequence_length.
+    Documents keep the given order within a sequence, and sequences are ordered by their first document. Raises ValueError for a
+    length that is not in 1..max_sequence_length.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     wrong = np.flatnonzero((sizes < 1) | (sizes > max_sequence_length))
@@ -121,12 +121,12 @@ def pack(lengths: ArrayLike, max_sequence_length: int) -> tuple[Array, Array]:
 
 
 def one_document_each(num_documents: int) -> tuple[Array, Array]:
-    """Return sequences of one document each, in the form of `pack`."""
+    """Return sequences of one document each, in the form that `pack` returns."""
     return np.arange(num_documents), np.arange(1, num_documents + 1)
 
 
 def _placements(sizes: Array, limit: int) -> Iterator[Array]:
-    """Place sizes given in descending order; yields arrays with the sequence of each. Sequences are numbered when opened."""
+    """Place documents of descending sizes. Yields arrays with each document's sequence, numbered in the order of opening."""
     open_by_room: dict[int, list[Array]] = {}
     rooms = num_sequences = 0
     # Bit r of `rooms` is set if a sequence has room for exactly r tokens. The tightest fit is the lowest bit from `length` up.

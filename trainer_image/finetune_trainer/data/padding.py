@@ -1,8 +1,8 @@
-"""Removes nulls that stand for missing keys from the tools of a chat and the arguments of calls.
+"""Removes nulls that stand for missing keys from a chat's tool descriptions and from the arguments of its tool calls.
 
 A table stores all tools in the same columns. When it is written as JSON Lines, each tool therefore has the parameters of all
-other tools with the value null, and each call has the arguments of all other calls. Training on them would teach the model to
-write such nulls. A null argument is kept if the description of the tool allows it. Called by parse.py.
+other tools with the value null, and each call has the arguments of all other calls. Training on such records would teach the
+model to write these nulls. A null argument is kept if the description of the tool allows it. Called by parse.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def tools_without_padding(tools: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """The tools. If one of their nulls can only stand for a missing key, a table wrote them, and all nulls are left out."""
+    """Return the tools. If any null in them can only stand for a missing key, a table wrote them, and all nulls are removed."""
     return tuple(without_nulls(tools)) if any(map(_is_padded, tools)) else tuple(tools)
 
 
 def turns_without_padding(turns: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The turns without null arguments that only stand for missing ones. A null that the tool's description allows stays."""
+    """Return the turns without null arguments that stand for missing ones. A null that the tool's description allows is kept."""
     calls = list(_calls(turns))
     if not any(None in arguments.values() for _, arguments in calls):
         return list(turns)
@@ -53,7 +53,7 @@ def turns_without_padding(turns: Sequence[Message], tools: Sequence[Mapping[str,
 
 
 def _is_padded(value: Any) -> bool:
-    """Whether a part of a tool's description is null where JSON schema has no nulls."""
+    """Whether a tool's description contains a null where JSON Schema does not allow one."""
     if isinstance(value, Mapping):
         return any(item is None and key not in _MAY_BE_NULL for key, item in value.items()) or any(
             map(_is_padded, value.values())
@@ -72,12 +72,12 @@ def _calls(turns: Iterable[Message]) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _have_one_set_of_keys(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
-    """Whether calls of different tools all have the same arguments, as in a table. If so, undescribed tools also lose nulls."""
+    """Whether calls of different tools all have the same argument names, as in a table; then undescribed tools lose nulls too."""
     return len({name for name, _ in calls}) > 1 and len({frozenset(arguments) for _, arguments in calls}) == 1
 
 
 def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The parameters of a tool with their schemas; None if the description does not say which it has."""
+    """The parameters of a tool with their schemas; None if the description does not list them."""
     function = tool.get("function")
     parameters = (function if isinstance(function, Mapping) else tool).get("parameters")
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
@@ -85,7 +85,7 @@ def _properties(tool: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _allows_null(schema: Any) -> bool:
-    """Whether null is a valid value by a JSON schema; true if the schema does not state a type."""
+    """Whether a JSON schema allows null as a value; true if the schema does not state a type."""
     if not isinstance(schema, Mapping):
         return True
     written = (schema.get(keyword) for keyword in ("anyOf", "oneOf"))

@@ -1,8 +1,8 @@
 """Turns a value read from a file into a record, or gives the reason why it is not a record.
 
 Called by the readers of each kind of file (read_json.py, read_tables.py, read_text.py), with the user's names for the parts of a
-record (MappingPlan). other_keys.py decides about keys that the format does not have. suggestions.py proposes a fix if a record
-lacks a key.
+record (MappingPlan). other_keys.py handles keys that the format does not define. suggestions.py proposes a fix if a record lacks
+a key.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from finetune_trainer.data.records import (
 from finetune_trainer.data.suggestions import is_call_role, suggest, suggest_role, suggest_turn
 
 FUNCTIONS, OLDER_CALL = "functions", "function_call"
-"""Older keys for `tools` of a chat and `tool_calls` of a turn. Templates know only the newer keys and silently ignore these."""
+"""Older names of a chat's `tools` and a turn's `tool_calls`. Templates know only the newer names and silently ignore these."""
 OLDER_ROLE, NEWER_ROLE = "function", "tool"
 PART_SEPARATOR = "\n"
 """Separator between the text parts of one content. Servers of text-only models also join the parts with it."""
@@ -57,11 +57,11 @@ class _Source:
     value: Mapping[str, Any]
     mapping: MappingPlan
     keys: tuple[str, ...]
-    """Keys of the required parts: of the turns, of the text, or of question and answer."""
+    """Keys of the required parts: the turns, the text, or question and answer."""
 
     @property
     def wanted(self) -> str:
-        """The fix of a record that is no chat."""
+        """The fix for a record that is not a chat."""
         return f"write {example(DataFormat.CHAT, self.mapping)}"
 
 
@@ -101,7 +101,7 @@ def record_of(
 
 
 def required_keys(data_format: DataFormat, mapping: MappingPlan) -> tuple[str, ...]:
-    """Keys that a record must have, as the mapping names them."""
+    """Keys that a record must have, under the names that the mapping gives them."""
     if data_format is DataFormat.TEXT:
         return (mapping.text,)
     if data_format is DataFormat.PROMPT_COMPLETION or mapping.chat_of_pair:
@@ -110,7 +110,7 @@ def required_keys(data_format: DataFormat, mapping: MappingPlan) -> tuple[str, .
 
 
 def read_keys(data_format: DataFormat, mapping: MappingPlan, names: Collection[str]) -> list[str]:
-    """Columns of `names` from which a record is made; empty if a required column is missing."""
+    """The keys or columns among `names` from which a record is made; empty if a required one is missing."""
     wanted = required_keys(data_format, mapping)
     if data_format is DataFormat.CHAT and wanted[0] not in names and not mapping.chat_of_pair:
         wanted = (mapping.prompt, mapping.completion)
@@ -159,7 +159,7 @@ def _pair(source: _Source) -> dict[str, Any]:
 
 
 def _with_input(source: _Source, prompt: str) -> str:
-    """The prompt, followed by the record's further input."""
+    """The prompt, followed by the record's additional input if there is any."""
     mapping = source.mapping
     more = source.value.get(mapping.input) if mapping.input is not None else None
     if more is None:
@@ -235,7 +235,7 @@ def _turn_of_side(source: _Source, key: str) -> Message:
 
 
 def _system_turn(source: _Source) -> list[Message]:
-    """The system turn from the record's key or the manifest, for a chat that has none among its turns."""
+    """The system turn for a chat whose turns include none, taken from the record's own key or else from the manifest."""
     key = source.mapping.system
     own = source.value.get(key) if key is not None else None
     if own is not None and not isinstance(own, str):
@@ -281,7 +281,7 @@ def _template_arguments(source: _Source) -> Mapping[str, Any]:
         source.place.refuse(f"{TEMPLATE_ARGUMENTS}.{reserved[0]}", as_json(arguments[reserved[0]]), reason, "remove it")
     try:
         json.dumps(arguments)
-    except TypeError as error:  # a table may hold times and bytes
+    except TypeError as error:  # a table may hold timestamps or bytes
         reason = f"is not JSON ({error})"
         source.place.refuse(TEMPLATE_ARGUMENTS, as_json(arguments), reason, "write strings, numbers or booleans")
     return arguments
@@ -300,7 +300,7 @@ def _json_of(text: Any, otherwise: Any) -> Any:
 def _tools(source: _Source) -> tuple[Mapping[str, Any], ...]:
     written = source.value.get(TOOLS)
     tools = _older_tools(source.value.get(FUNCTIONS)) if written is None else written
-    if isinstance(written, str):  # as in Parquet files: the arguments of different tools fit no common columns, so tools are JSON
+    if isinstance(written, str):  # as in Parquet files, where different tools' arguments fit no common columns
         try:
             tools = json.loads(written) if written.strip() else None
         except (ValueError, RecursionError) as error:
@@ -311,7 +311,7 @@ def _tools(source: _Source) -> tuple[Mapping[str, Any], ...]:
 
 
 def _older_tools(functions: Any) -> list[dict[str, Any]] | None:
-    """The functions in the form of `tools`; None if `functions` has other content, since other data might also use this key."""
+    """The functions in the form of `tools`; None if `functions` holds anything else, since other data may use this key too."""
     functions = _json_of(functions, None) if isinstance(functions, str) else functions
     if not isinstance(functions, list) or not all(map(_is_older_call, functions)):
         return None
@@ -331,7 +331,7 @@ def _older_call(turn: Any) -> Any:
 
 
 def _newer_turn(source: _Source, key: str, turn: Any) -> Any:
-    """The newer form of a turn of a chat with older calls."""
+    """Convert a turn to the newer form, in a chat that uses the older keys."""
     call = _older_call(turn)
     if call is not None and not _is_older_call(call):
         fix = 'write tool_calls, as in [{"type": "function", "function": {"name": "...", "arguments": {}}}], or remove it'
@@ -347,8 +347,8 @@ def _newer_turn(source: _Source, key: str, turn: Any) -> Any:
 
 
 def _turns(source: _Source, key: str) -> list[Message]:
-    """The turns of a chat, or of its question or answer."""
-    # Tables and the Json columns of the datasets library may hold turns as a string of JSON, which is decoded here.
+    """Read the turns under `key`: those of the whole chat, or only of its question, answer or history."""
+    # Tables, and Json columns of the datasets library, may hold the turns as a JSON string, which is decoded here.
     messages = _json_of(source.value[key], source.value[key])
     if not isinstance(messages, list):
         source.place.refuse(key, as_json(messages), f"is a {kind(messages)}, not a list", source.wanted)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 ROUNDS = 6
-"""Feistel rounds. Four give a pseudorandom permutation with a pseudorandom round function (Luby and Rackoff, 1988)."""
+"""Feistel rounds. With a pseudorandom round function, four give a pseudorandom permutation (Luby and Rackoff, 1988)."""
 
 
 def position(seed: int, epoch: int, index: int, n: int) -> int:

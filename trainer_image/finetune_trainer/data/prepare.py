@@ -1,10 +1,10 @@
 """Turns source files into prepared data on the workspace, or into findings about the records.
 
 Called by preflight, once per job; a second call with the same inputs reuses the first result. The data is written to a temporary
-directory and gets its final name only if there are no errors.
+directory, which is renamed into place only if there are no errors.
 
 Memory does not grow with the data. Parts of files go to worker processes, which write tokens to disk (file_parts.py, workers.py).
-The tokens are joined in the order of the records (shard_writer.py), so that the bytes do not depend on the machine or its number
+The tokens are joined in the order of the records (shard_writer.py), so that the bytes do not depend on the machine or the number
 of processes. The sequences are planned window by window (packing.py).
 """
 
@@ -62,12 +62,12 @@ class SplitFacts:
     num_dropped: int
     """Number of records longer than maxSequenceLength."""
     num_occurrences: int
-    """Number of records of one pass: every kept record counts as often as its data set's weight says."""
+    """Number of records in one pass, where every kept record counts as often as its data set's weight says."""
     num_sequences: int
     num_tokens: int
-    """Number of tokens of one pass."""
+    """Number of tokens in one pass."""
     num_supervised_tokens: int
-    """Number of supervised tokens of one pass."""
+    """Number of supervised tokens in one pass."""
     longest_document: int
     """Number of tokens of the longest kept record."""
     largest_token_id: int
@@ -90,17 +90,17 @@ class Preparation:
     staging: Staging | None
     """The temporary directory of the data; None if there is nothing to publish."""
     written_data_hash: str = ""
-    """Data hash of the data that is already on the workspace; empty if the data has to be published."""
+    """Hash of the data that is already on the workspace; empty if the data still has to be published."""
 
     def readable_at(self, directory: Path) -> Path:
-        """Directory from which the files can be read, published or not. directory: its final path. Raises OSError."""
+        """Return the directory that the files can be read from, published or not. directory: its final path. Raises OSError."""
         if self.staging is None:
             return directory
         self.staging.flush()
         return self.staging.path
 
     def publish(self) -> str:
-        """Give the data its final name and return the data hash. No finding may be an error. Raises OSError."""
+        """Rename the data into place and return its hash. Call this only if no finding is an error. Raises OSError."""
         if self.staging is None:
             return self.written_data_hash
         return self.staging.publish(
@@ -133,9 +133,9 @@ def prepare(
 ) -> Preparation:
     """Read, check and tokenise the plan's records, unless `directory` already holds the same data.
 
-    tokenizer: the model's. If None (it did not load, or the workspace is not writable), records are only checked.
-    num_workers: None means one for little data, else one for each CPU; 0 means this process alone. The bytes are the same. Raises
-    OSError if the workspace fails, WorkerError if a process died, DataError if a file changed during the call.
+    tokenizer: the model's; if None (it did not load, or the workspace is not writable), records are only checked. num_workers
+    does not affect the bytes: None means one for little data, else one per CPU; 0 means this process alone. Raises OSError if the
+    workspace fails, WorkerError if a process died, DataError if a file changed during the call.
     """
     sources = list_sources(plan, claims_root)
     chats = tokenizer is not None and plan.format is DataFormat.CHAT
@@ -181,7 +181,7 @@ def _inputs(plan: DataPlan, sources: list[Source], model_directory: Path, stop_i
     """Everything that determines the prepared bytes: equal inputs give equal data."""
     # The contents of the files are compared, so their locations do not matter.
     settings = plan.model_dump(mode="json", exclude={"train", "validation"})
-    # Data prepared by a release without mappings, or without these settings, stays valid.
+    # Data prepared by an earlier release without mappings, or without these settings, stays valid.
     if plan.mapping == UNMAPPED:
         del settings["mapping"]
     else:

@@ -16,7 +16,7 @@ LOG_SECONDS = 10.0
 
 
 class PreparingProgress:
-    """Counts the prepared bytes of the source files and shows their share."""
+    """Counts the bytes of the source files that are prepared, and shows the progress."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total, self._done = total_bytes, 0

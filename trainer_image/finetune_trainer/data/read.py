@@ -7,8 +7,8 @@
     .txt                             read_text.py
     compressed, .tsv, .xlsx, ...     file_kinds.py, which suggests what to do instead
 
-Memory is bounded whatever the size of a file. Reading continues after a wrong record if the next can be found, so that a user
-sees all kinds of mistakes at once. records.py defines a record. Called by file_parts.py and sources.py.
+Memory is bounded whatever the size of a file. Reading continues after an invalid record if the next one can be found, so that a
+user sees all kinds of mistakes at once. records.py defines records. Called by file_parts.py and sources.py.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_DATASETS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", 
 _CACHE = "cache-"
 """Prefix of .arrow files that are caches of the datasets library."""
 MOST_NAMED = 4
-"""Number of other files that the error names if a directory has no records."""
+"""Maximum number of other files listed in the error about a directory without records."""
 KNOWN_EXTENSIONS = (*JSON_LINES, *WHOLE_FILES)
 
 
@@ -53,10 +53,10 @@ class NoRecordFilesError(FileNotFoundError):
 
 
 def record_files(path: Path) -> list[Path]:
-    """The files of a source in the order in which they are read: sorted by their paths below it.
+    """The files of a source in the order in which they are read: sorted by their paths relative to the source.
 
-    `path` is a file of any name, or a directory. Hidden files, hidden directories and unknown kinds of files are ignored.
-    Raises NoRecordFilesError for a directory without records, OSError as the file system does.
+    `path` is a file of any name, or a directory. Hidden files, hidden directories and unknown kinds of files are ignored. Raises
+    NoRecordFilesError for a directory without record files, and OSError.
     """
     if not path.is_dir():
         open_regular(path).close()
@@ -92,10 +92,10 @@ def can_be_parted(path: Path) -> bool:
 def read_file(
     path: Path, data_format: DataFormat, part: tuple[int, int] | None = None, mapping: MappingPlan = UNMAPPED
 ) -> Iterator[Record | RecordProblem]:
-    """Yield every record of one file in order; a wrong record is replaced by its problem.
+    """Yield every record of one file in order; an invalid record is replaced by its problem.
 
-    part: [start, stop) in bytes, if `can_be_parted`. The lines that begin there are read, so adjacent parts yield each record
-    once. A part's line numbers begin at 1; add `lines_before(path, start)`. Raises OSError as the file system does.
+    part: a range [start, stop) of bytes, if `can_be_parted`. The lines that begin in it are read, so adjacent parts yield each
+    record once. In each part, line numbers begin at 1; add `lines_before(path, start)` for those in the file. Raises OSError.
     """
     problem = kind_problem(path, KNOWN_EXTENSIONS)
     if problem is not None:

@@ -1,6 +1,6 @@
-"""Reads records from JSON Lines and JSON lists, one at a time, so that memory holds the longest record and not the file.
+"""Reads records from JSON Lines and JSON lists, one at a time, so that memory holds the longest record, not the whole file.
 
-JSON Lines can be read in ranges of bytes, so that several processes can share a file.
+JSON Lines can be read in byte ranges, so that several processes can share a file.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from finetune_trainer.data.records import MAX_RECORD_BYTES, Record, RecordPositi
 from finetune_trainer.files import open_regular
 
 _BLOCK_BYTES = 2**20
-"""Bytes of JSON Lines that are read at a time."""
+"""Number of bytes of JSON Lines that are read at a time."""
 UNIT: Unit = "record"
 _BYTES_AT_ONCE = 2**18
-"""Bytes of a JSON list that are read at a time."""
+"""Number of bytes of a JSON list that are read at a time."""
 _BLANK = " \t\n\r"
 _STRUCTURE = re.compile(r'[\[\]{}"]|,')
 _STRING_END = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*(?P<end>")?', re.DOTALL)
@@ -33,13 +33,13 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-"""Shared decoder, because json.loads creates a decoder for each call with options."""
+"""A shared decoder, because json.loads with options would create a new one for each call."""
 
 
 def read_jsonl(
     path: Path, data_format: DataFormat, part: tuple[int, int] | None, mapping: MappingPlan
 ) -> Iterator[Record | RecordProblem]:
-    """Yield the record of every non-blank line that begins in the bytes [start, stop) of `part`, where lines count from 1."""
+    """Yield the record of every non-blank line that begins in the byte range `part`. Line numbers count from 1 in this range."""
     start, stop = part or (0, path.stat().st_size)
     with open_regular(path) as file:
         if start > 0:
@@ -68,7 +68,7 @@ def read_jsonl(
 
 
 def lines_before(path: Path, start: int) -> int:
-    """Number of lines that begin before byte `start` of a JSON Lines file: the offset of line numbers in that part.
+    """Number of lines that begin before byte `start` of a JSON Lines file: add it to line numbers in a part that begins there.
 
     This reads the file up to `start`, so call it only for a line number that is shown.
     """
@@ -81,13 +81,13 @@ def lines_before(path: Path, start: int) -> int:
 
 
 def _skip_line(file: BinaryIO) -> None:
-    """Read past the next line end."""
+    """Read to the end of the current line."""
     while (rest := file.readline(_BLOCK_BYTES)) and not rest.endswith(b"\n"):
         pass
 
 
 def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
-    """Yield the record of every element of the list, or its problem. Reading ends only if the list itself is malformed."""
+    """Yield the record of every element of the list, or its problem. Reading stops early only if the list itself is malformed."""
     wanted = f"write a list of records: [{example(data_format, mapping)}, ...]"
     with open_regular(path) as file:
         window = _Window(file)
@@ -128,7 +128,7 @@ def read_json(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iter
 
 
 class _Window:
-    """The part of the file that is in memory. It is extended at its end and cut at its beginning."""
+    """The part of the file that is in memory. Text is added at the end and dropped at the beginning."""
 
     def __init__(self, file: BinaryIO) -> None:
         # A byte that is not UTF-8 becomes a lone surrogate, which makes only its own record invalid.
@@ -141,8 +141,8 @@ class _Window:
         self.text = self.text.removeprefix("\ufeff")
 
     def grow(self) -> None:
-        """Read the next block and drop what is before `position`."""
-        # Doubling the window bounds how often a long element is copied and scanned.
+        """Read the next block and drop the text before `position`."""
+        # Doubling the window limits how often a long element is copied and scanned.
         block = self._file.read(max(_BYTES_AT_ONCE, len(self.text) - self.position))
         self.is_at_end = not block
         self.text = self.text[self.position :] + self._decoder.decode(block, final=self.is_at_end)
@@ -173,9 +173,9 @@ def _parsed(place: RecordPosition, encoded: bytes | str, data_format: DataFormat
 
 
 def _end_of_element(window: _Window) -> tuple[int, str]:
-    """Find the end of the element at `window.position` by brackets and quotes alone. Returns it, and the reason if it has none.
+    """Find the end of the element at `window.position` by brackets and quotes alone. Return it, or the reason why there is none.
 
-    Thus the next element is found even if there is a mistake within this one.
+    This way, the next element is found even if there is a mistake in this one.
     """
     depth, at, quote = 0, window.position, -1
     while True:

@@ -24,14 +24,14 @@ _OTHER_DELIMITERS = (";", "\t", "|")
 _ROW_UNIT: Unit = "row"
 _ROWS_AT_ONCE = 256
 _ROWS_WITH_MEDIA = 8
-"""Rows that are read at once if they hold pictures, video or sound."""
+"""Number of rows that are read at a time if they hold pictures, video or sound."""
 _BUFFER_BYTES = 2**20
 _ARROW_FILE = b"ARROW1"
 """First bytes of an Arrow file; an Arrow stream begins differently."""
 
 
 def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
-    """Yield the record of every row after the header. The line of a row is the line on which it begins."""
+    """Yield the record of every row after the header. The line number of a row is that of its first line."""
     csv.field_size_limit(MAX_RECORD_BYTES)
     # A byte that is not UTF-8 becomes a lone surrogate, which makes only its own record invalid.
     with TextIOWrapper(open_regular(path), "utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -58,7 +58,7 @@ def read_csv(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Itera
                     return
             elif len(row) != len(header):
                 reason = f"has {len(row)} values, the header has {len(header)}"
-                # A mistake of quotes may have swallowed the next lines.
+                # A quoting mistake may have swallowed the following lines.
                 has_lines = reader.line_num > place.line
                 yield place.problem("", ",".join(row), reason, _QUOTING, is_of_source=has_lines)
             else:
@@ -93,8 +93,8 @@ def _no_header(header: list[str], problem: RecordProblem) -> RecordProblem:
 
 
 def read_parquet(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
-    """Yield the record of every row. In chats, nulls are dropped: all turns share their columns, so null means a missing key."""
-    # Imported here because this takes long, and most data is JSON.
+    """Yield the record of every row. In chats, nulls are dropped: turns share their columns, so a null means a missing key."""
+    # Imported here because the import is slow, and most data is JSON.
     import pyarrow as pa  # type: ignore[import-untyped]
     import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
@@ -129,14 +129,14 @@ def read_arrow(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Ite
 
 
 class _Rows:
-    """Reads and counts the rows of a file that stores columns."""
+    """Reads and counts the rows of a columnar file."""
 
     def __init__(self, path: Path, data_format: DataFormat, mapping: MappingPlan) -> None:
         self._path, self._format, self._mapping = path, data_format, mapping
         self._number = 0
 
     def records(self, batches: Iterable[Any], columns: list[str], names: list[str]) -> Iterator[Record | RecordProblem]:
-        """batches: of type pyarrow.RecordBatch. columns: columns that make a record; empty if a required column is missing."""
+        """batches: of type pyarrow.RecordBatch. columns: the columns to read; empty if a required column is missing."""
         if not columns:
             first = next((batch.slice(0, 1).to_pylist() for batch in batches if batch.num_rows), [dict.fromkeys(names)])[0]
             missing = next(key for key in required_keys(self._format, self._mapping) if key not in names)

@@ -14,7 +14,7 @@ from finetune_trainer.files import open_regular
 
 
 def read_text(path: Path, data_format: DataFormat, mapping: MappingPlan) -> Iterator[Record | RecordProblem]:
-    """Yield a record for every paragraph, or for every line that is not blank. A paragraph has the number of its first line."""
+    """Yield a record for every paragraph, or for every line that is not blank. A paragraph is numbered by its first line."""
     if data_format is not DataFormat.TEXT:
         fix = Suggestion(
             "set spec.data.format: Text, or name a file of JSON Lines .jsonl", {"spec.data.format": DataFormat.TEXT.value}

@@ -1,4 +1,4 @@
-"""Defines records, the problems of values that are not valid records, and texts that both use.
+"""Defines records, the problems of values that are not valid records, and texts about both.
 
 parse.py makes records from the content of files. chat.py later checks what depends on the model's chat template or on lossOn.
 """
@@ -33,18 +33,18 @@ ROLES = frozenset({"system", "developer", "user", ASSISTANT, "tool"})
 """Roles that chat templates know."""
 WEIGHT_UNIT = 1_000_000
 """Number of units in a weight of 1. Weights are multiples of a millionth, so that arithmetic is exact in 64 bits for indices
-below 9e10 and weights up to 100. It is not in packing.py, because looking at the first records must not import numpy.
+below 9e10 and weights up to 100. It is not in packing.py, because code that looks at the first records must not import numpy.
 """
 PREFERENCES = ("chosen", "rejected")
 """Keys of the preferred answer and of the other answer in a pair."""
 LABEL = "label"
 """Key whose value says whether an answer is desired."""
 MAX_RECORD_BYTES = 64 * 2**20
-"""Size of the longest record. It exceeds any context length, and bounds a reader's memory if a file has no record separators."""
+"""Maximum size of a record. It exceeds any context length, and bounds a reader's memory if a file has no record separators."""
 
 Message = Mapping[str, Any]
 Unit = Literal["line", "record", "row"]
-"""Unit in which `line` of a record counts: lines of JSON Lines, CSV and text, records of a list, or rows of Parquet and Arrow."""
+"""A record's `line` counts lines of JSON Lines, CSV and text, records of a list, or rows of Parquet and Arrow."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class Record:
     template_arguments: Mapping[str, Any] = field(default_factory=dict)
     """The record's own arguments of the chat template."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Keys of the record in its file that are not read and may mean something."""
+    """Keys of the record in its file that are not read but may mean something."""
 
 
 @dataclass(frozen=True)
 class RecordProblem:
-    """The problem of something in a file that is not a usable record."""
+    """The reason why something in a file is not a usable record, and where it is."""
 
     line: int
     key: str
@@ -79,11 +79,11 @@ class RecordProblem:
     unit: Unit = "line"
     file: Path | None = field(default=None, compare=False)
     changes: Annotated[Mapping[str, str], Field(max_length=8)] = field(default_factory=dict, compare=False)
-    """The fix as changes of the manifest (path -> new value); empty if it cannot be made there."""
+    """The fix as changes of the manifest (path -> new value); empty if the manifest cannot fix the problem."""
     are_preferences: bool = False
-    """The record is a pair of answers of which one is preferred."""
+    """Whether the record is a pair of answers of which one is preferred."""
     is_of_source: bool = False
-    """The problem is not one of a single record, which may be skipped: it is the file's, or a key asks for another training."""
+    """Whether skipping the record would not help, because the file itself is wrong or a key asks for a different training."""
 
     @property
     def words(self) -> str:
@@ -92,7 +92,7 @@ class RecordProblem:
 
     @property
     def kind(self) -> str:
-        """Key and fix. Problems with the same kind are one mistake to the user, so turn numbers are left out."""
+        """The key without turn numbers, and the fix. Problems of the same kind are one mistake to the user."""
         return re.sub(r"\[\d+\]", "[]", self.key) + "\0" + self.fix
 
 
@@ -108,13 +108,13 @@ def count_problem(problems: CountedProblems, problem: RecordProblem, count: int 
 
 
 MAX_PLACES, MAX_WORDS = 20, 200
-"""Number of wrong records of a source that are listed with their places, and the number of characters about each."""
+"""Maximum number of invalid records listed per source, and maximum number of characters about each."""
 InvalidPlaces = Annotated[list[tuple[Count, Unit, Annotated[str, Field(max_length=MAX_WORDS)]]], Field(max_length=MAX_PLACES)]
-"""Line, unit and problem of the first wrong records of a file or a part of it."""
+"""Line, unit and problem of the first invalid records of a file or of a part of a file."""
 
 
 def list_place(places: InvalidPlaces, problem: RecordProblem) -> None:
-    """List the record that has the problem, if it is among the first in the file."""
+    """Add the record that has the problem to `places`, if it is among the first MAX_PLACES."""
     insort(places, (problem.line, problem.unit, problem.words[:MAX_WORDS]))
     del places[MAX_PLACES:]
 
@@ -126,9 +126,9 @@ def count_left_out(problems: CountedProblems, left_out: Iterable[RecordProblem])
 
 
 MAX_UNREAD, MAX_UNREAD_LENGTH = 64, 128
-"""Number of unread keys that are counted, and the number of characters that are kept of each."""
+"""Maximum number of unread keys that are counted, and maximum number of characters kept of each."""
 UnreadKeys = Annotated[dict[Annotated[str, Field(max_length=MAX_UNREAD_LENGTH)], Count], Field(max_length=MAX_UNREAD)]
-"""Key that is not read and may mean something -> number of records that have it."""
+"""Key that is not read but may mean something -> number of records that have it."""
 
 
 def count_unread(unread: UnreadKeys, keys: Iterable[str], count: int = 1) -> None:
@@ -169,7 +169,7 @@ class RecordPosition:
         raise RecordRefusedError(self.problem(key, value, reason, fix, is_of_source=is_of_source))
 
     def not_utf8(self, key: str, value: bytes) -> RecordProblem:
-        """The problem of bytes that are not UTF-8, with the encoding that they most likely have."""
+        """Return the problem that bytes are not UTF-8, and name the encoding that they most likely have."""
         if value.startswith((b"\xff\xfe", b"\xfe\xff")):
             encoding, reason = "UTF-16", "is UTF-16"
         else:
@@ -184,19 +184,19 @@ class RecordPosition:
     ) -> RecordProblem:
         wanted = Suggestion(fix) if isinstance(fix, str) else fix
         place = (self.unit, self.file, wanted.changes)
-        # Only a line bounds what a mistake of brackets spoils; elsewhere it may have swallowed other records.
+        # A bracket mistake spoils only its own line; in formats without lines, it may have swallowed other records.
         is_of_source = is_of_source or (not key and self.unit != "line")
         return RecordProblem(self.line, key, shown(value), reason, wanted.fix, *place, is_of_source=is_of_source)
 
 
 def is_pair_of_turns(prompt: Any, completion: Any) -> bool:
-    """Whether the two sides make a chat: both are lists of turns, or one is a list and the other a string, which is a turn."""
+    """Whether the two sides make a chat: both are lists of turns, or one is a list and the other a string that makes one turn."""
     sides = (prompt, completion)
     return any(isinstance(side, list) for side in sides) and all(isinstance(side, list | str) for side in sides)
 
 
 def weight_units(weight: float) -> int:
-    """The weight of a data set as a whole number of `WEIGHT_UNIT`."""
+    """Convert the weight of a data set into units; a weight of 1 has `WEIGHT_UNIT` units."""
     return round(weight * WEIGHT_UNIT)
 
 
@@ -214,7 +214,7 @@ def called_name(call: Mapping[str, Any]) -> str:
 
 
 def with_arguments(message: Message, convert: Callable[[str, Any], Any]) -> Message:
-    """The message with the arguments of its calls of tools converted. convert: takes the name of the tool and the arguments."""
+    """Return the message with converted arguments in its tool calls. convert: takes the name of a tool and the arguments."""
 
     def converted(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         function = call.get("function")
@@ -227,7 +227,7 @@ def with_arguments(message: Message, convert: Callable[[str, Any], Any]) -> Mess
 
 
 def example(data_format: DataFormat, mapping: MappingPlan = UNMAPPED) -> str:
-    """A valid record, for messages, with the names that the mapping has for its parts."""
+    """An example of a valid record to show in messages, with the key names of the mapping."""
     if data_format is DataFormat.CHAT and not mapping.chat_of_pair:
         names = {meant: name for name, meant in reversed((mapping.roles or {}).items())}
         turns = [{mapping.role: names.get(role, role), mapping.content: "..."} for role in ("user", ASSISTANT)]
@@ -252,5 +252,5 @@ def shown(text: str | bytes) -> str:
 
 
 def as_json(value: Any) -> str:
-    """The value as JSON, for messages. Bytes are shown by their beginning, since they may be a picture."""
+    """The value as JSON, for messages. Only the beginning of bytes is shown, since they may be a picture."""
     return json.dumps(value, default=lambda item: repr(item[:400] if isinstance(item, bytes) else item))

@@ -1,7 +1,7 @@
-"""Renders a chat with a template by transformers' own renderer, or raises ChatError, which says what to change.
+"""Renders a chat with transformers' own template renderer, or raises ChatError, which says what to change.
 
-Called by chat.py for records, by template_probe.py for a plain chat. tokenize.py and tokenizer.py choose the template here. Every
-step that works on a chat raises ChatError.
+Called by chat.py for records, and by template_probe.py for a plain chat. tokenize.py and tokenizer.py use it to choose the
+template. Every step that works on a chat may raise ChatError.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class ChatError(ValueError):
 
 
 def endless_template_error(reason: str) -> ChatError:
-    """The error of a template that does not finish. reason: says which bound the template exceeds."""
+    """The error for a template that does not finish. reason: says which limit the template exceeds."""
     fix = "set spec.data.chatTemplate to a template without loops within loops or huge texts, or remove the record"
     return ChatError("messages", f"the chat template {reason} for this chat", fix)
 
 
 def template_source(tokenizer: Tokenizer, written: str | None, *, has_tools: bool = False) -> str:
-    """`written` from the spec, or the tokenizer's template, which may be a special one for chats with tools. Raises ChatError."""
+    """Return `written` (from the spec) or the tokenizer's template, which may depend on `has_tools`. Raises ChatError."""
     try:
         return str(tokenizer.get_chat_template(written, [{}] if has_tools else None))
     except ValueError as error:
@@ -62,11 +62,11 @@ def render_chat(
 ) -> tuple[str, list[Span]]:
     """Render a chat with `source`. Returns the text and, with `track`, the spans marked as generated. Raises ChatError.
 
-    variables: special tokens by the names that templates use. prompt: whether the text ends by asking for an answer.
+    variables: the template's variables, such as special tokens. prompt: whether to end with the generation prompt.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    # The renderer is sandboxed and bounds range(); render_limit.py ends nested loops.
+    # The renderer is sandboxed and limits range(); render_limit.py stops nested loops that run too long.
     try:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],

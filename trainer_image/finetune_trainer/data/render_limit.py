@@ -1,8 +1,8 @@
 """Bounds the time that a chat template may take for one record, no matter who wrote the template. Called by tokenize.py.
 
 Two timers measure this process's CPU time, so that nothing is refused because a machine is busy. The first raises an exception
-within the template. The second kills the process if no exception can interrupt its code, such as comparing nested lists. The
-process that forked this one (worker.py) then reads in the `RecordNote` which record was being rendered.
+within the template. The second kills the process if its code cannot be interrupted, for example while it compares nested lists.
+The process that forked this one (worker.py) then learns from the `RecordNote` which record was being rendered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Puts marks around the contents of a chat and the names of called tools, which show where each turn is in the rendered text.
+"""Puts marks around the contents of a chat and the names of called tools, to find each turn in the rendered text.
 
-Marks are characters of Unicode's private use planes, four per message. They are put inside the white space at the ends of a
-content, so that a template that trims contents removes the same characters as without marks. The caller must check that a
-template writes the same text with and without marks. Called by chat.py and template_probe.py.
+Marks are characters of Unicode's private use planes, four per message. They are placed inside the leading and trailing white
+space of a content, so that a template that trims contents removes the same characters as without marks. The caller must check
+that a template writes the same text with and without marks. Called by chat.py and template_probe.py.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class SentinelPositions:
 
     text: str
     opened: tuple[list[int], ...]
-    """Positions where the words of each message begin; empty if it has no words or the template dropped the beginning."""
+    """Positions where the words of each message begin; empty if it has none or the template dropped the beginning."""
     closed: tuple[list[int], ...]
     """Positions where the words of each message end."""
     called: tuple[list[int], ...]
     """Positions where the names of called tools of each message end; empty if names were not marked."""
 
     def last_closed(self, limit: int) -> tuple[int, int]:
-        """Position before `limit` where the last words end, and the number of their message; (0, -1) if there are none."""
+        """The last position before `limit` where words end, and the number of their message; (0, -1) if there is none."""
         ends = [(at, number) for number, places in enumerate(self.closed) for at in places if at < limit]
         return max(ends, default=(0, -1))
 
     def first_opened(self, start: int) -> int:
-        """Position from `start` on where the first words begin; the end of the text if there are none."""
+        """The first position from `start` on where words begin; the end of the text if there is none."""
         return min((at for places in self.opened for at in places if at >= start), default=len(self.text))
 
 
@@ -48,10 +48,10 @@ def with_sentinels(
 ) -> tuple[list[Message], int]:
     """The messages with marks around the contents of `roles` (None: of all roles), and the code point of the first mark.
 
-    text: the same chat rendered without marks; none of its characters become marks. calls: also mark the names of called tools.
+    text: the same chat rendered without marks; no character of it is used as a mark. calls: also mark the names of called tools.
     Raises ChatError if no characters are left for marks.
     """
-    # Most texts are ASCII and hold no marks. Python knows this without searching.
+    # Most texts are ASCII, as Python knows without searching, and so hold no private use characters.
     first = _PLANES[0] if text.isascii() else next((plane for plane in _PLANES if not _IN_PLANE[plane].search(text)), None)
     if first is None or 4 * len(messages) > _NUM_MARKS:
         reason = "it holds private use characters of both planes" if first is None else "it has too many turns"

@@ -37,13 +37,13 @@ from finetune_trainer.data.shards import (
 from finetune_trainer.files import TEMPORARY_MARK, publish_directory, remove_tree, sync_directory, temporary_beside, write_durably
 
 COPY_BYTES = 1 << 20
-"""Bytes that are read and written at a time."""
+"""Number of bytes that are read and written at a time."""
 COUNTS_TYPE = np.dtype([("tokens", "<u4"), ("supervised", "<u4")])
 """Counts of a document, kept until the sequences are planned."""
 
 
 class Staging:
-    """The temporary directory of data that is being prepared. As a context manager, it is removed unless it was published."""
+    """The temporary directory of data in preparation. As a context manager, it removes the data unless it was published."""
 
     def __init__(self, directory: Path) -> None:
         """directory: the final path. Raises OSError."""
@@ -72,7 +72,7 @@ class Staging:
             split.flush()
 
     def publish(self, facts: Mapping[str, Any]) -> str:
-        """Write a manifest that includes `facts` (JSON values), rename the directory, return the data hash. Raises OSError."""
+        """Write a manifest that includes `facts` (JSON values), rename the directory, and return the hash. Raises OSError."""
         files: dict[str, dict[str, Any]] = {}
         for split in self._splits.values():
             files |= split.close()
@@ -130,9 +130,9 @@ class SplitWriter:
             left -= len(block)
 
     def counts(self, documents: Array) -> tuple[Array, Array]:
-        """Numbers of tokens and supervised tokens of each of these documents, int64. `documents` must be ascending.
+        """Return the number of tokens and of supervised tokens of each document, int64. `documents` must be ascending.
 
-        The counts are read in blocks, since mapped pages of all documents would count as resident memory.
+        The counts are read in blocks, since memory-mapped pages would count as resident memory.
         """
         tokens, supervised = np.empty(len(documents), dtype=np.int64), np.empty(len(documents), dtype=np.int64)
         self._counts.flush()
@@ -150,7 +150,7 @@ class SplitWriter:
         return tokens, supervised
 
     def write_plan(self, windows: Iterable[PlanWindow]) -> PlanCounts:
-        """Append the sequences. Call this once, after all documents."""
+        """Append all sequences and return their counts. Call this once, after all documents were appended."""
         counts = PlanCounts()
         for window in windows:
             self._append("sequence_documents", window.sequence_documents)
@@ -171,7 +171,7 @@ class SplitWriter:
             file.file.flush()
 
     def close(self) -> dict[str, dict[str, Any]]:
-        """Make everything durable. Returns file name below the root -> size and SHA-256."""
+        """Close all files and make them durable. Returns each file's path below the root -> size and SHA-256."""
         self._counts.close()
         written = [*self._shards, *self._tables.values()]
         entries = {str(file.path.relative_to(self._root)): file.close() for file in written}
@@ -218,7 +218,7 @@ class _DigestedFile:
 def write_prepared(directory: Path, splits: Mapping[str, SplitArrays], facts: Mapping[str, Any]) -> str:
     """Write splits from memory, and a manifest that includes `facts`, to `directory`. Returns the data hash.
 
-    Raises OSError, and then leaves nothing behind.
+    If this raises OSError, it leaves nothing behind.
     """
     with Staging(directory) as staging:
         for name, arrays in splits.items():

@@ -9,8 +9,8 @@
 Each file is a plain little-endian array. A token that the loss does not count is stored as the bitwise complement of its id, so
 that one read gives ids and mask. Sequences are lists of documents, so no tokens are rearranged, and a document that occurs twice
 is stored once. The data is written to a temporary directory, which is then renamed, so that `prepared` only ever holds complete
-data. The manifest holds size and SHA-256 of each file and a digest of itself: the data hash, which names the data in status and
-reports. shard_writer.py writes the data, batches.py reads it.
+data. The manifest holds size and SHA-256 of each file and a digest of itself: the data hash, which identifies the data in status
+and reports. shard_writer.py writes the data, batches.py reads it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MANIFEST_FILE = "manifest.json"
 FORMAT_VERSION = 2
 TOKEN_TYPE, TABLE_TYPE = np.dtype("<i4"), np.dtype("<i8")
 TOKENS_PER_SHARD = 1 << 28
-"""Number of tokens in every shard but the last, which take 1 GiB."""
+"""Number of tokens in every shard but the last; a full shard takes 1 GiB."""
 TABLES = ("document_ends", "sequence_documents", "sequence_ends", "supervised_tokens")
 """Fields of SplitTables, each of which is stored in a file."""
 
@@ -45,7 +45,7 @@ Array = NDArray[Any]
 
 
 class PreparedDataError(DataError):
-    """Prepared data is missing, incomplete or changed. It must be prepared again and not be used."""
+    """Prepared data is missing, incomplete or changed. It must not be used, and has to be prepared again."""
 
     def __init__(self, path: Path, reason: str, prepared: Path) -> None:
         super().__init__(f"{path}: {reason}", f"delete {prepared} and run preflight again, which prepares the data again")
@@ -92,7 +92,7 @@ class SplitArrays:
 
 
 class TokenShards:
-    """The tokens of a split on disk. They are read, not mapped: mapped pages would count as resident memory of each rank."""
+    """The tokens of a split on disk. They are read, not mapped, as mapped pages would count as resident memory of each rank."""
 
     def __init__(self, directory: Path, split: str) -> None:
         self._prepared = directory
@@ -117,7 +117,7 @@ class TokenShards:
 
 
 def shard_name(number: int | None) -> str:
-    """Name of the token shard with this number; None: the pattern of the names of all token shards."""
+    """The file name of the token shard with this number; None: a glob pattern for all token shards."""
     return f"tokens-{'*' if number is None else f'{number:05d}'}.i4"
 
 

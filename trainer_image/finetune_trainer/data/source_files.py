@@ -1,8 +1,8 @@
 """Finds the files of a source that a manifest names, or the reason why they cannot be used.
 
-A file's name shows its split by the words that the datasets library looks for, so both read a directory in the same way.
-This module is light, since it is also imported to look at the first records of a source (roles/look.py), not only to prepare all
-of them (sources.py).
+A file's split is recognised by the same words in its name as in the datasets library, so both read a directory in the same way.
+This module imports little, since it is also used to look at the first records of a source (roles/look.py), not only to prepare
+all records (sources.py).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def find_files(named: SplitSource, splits: Sequence[str], *, is_chosen: bool) ->
 
 
 def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collection[str]]]) -> dict[SplitSource, Finding]:
-    """Held-out sources that share a file with the training data (by path or by content) -> the finding.
+    """Return held-out sources that share a file with the training data (by path or by content) -> the finding.
 
-    sources: each source with its files and, if they are known, the digests of these.
+    sources: each source with its files and, if known, their digests.
     """
     known = list(sources)
     findings: dict[SplitSource, Finding] = {}
@@ -85,7 +85,7 @@ def find_shared(sources: Iterable[tuple[SplitSource, Collection[Path], Collectio
 
 
 def split_of(path: Path) -> str:
-    """The split that a file's path below the directory names; empty if the path names no split or several."""
+    """The split that is named in a file's path below the directory; empty if the path names none or several."""
     for name in reversed(path.parts[:-1]):
         if name.lower() in _SPLIT_OF_WORD:
             return _SPLIT_OF_WORD[name.lower()]
@@ -95,5 +95,5 @@ def split_of(path: Path) -> str:
     splits = {_SPLIT_OF_WORD[word] for word in _SEPARATOR.split(name.lower()) if word in _SPLIT_OF_WORD}
     if len(splits) != 1:
         return ""
-    # The name of a shard gives the whole name of the split, such as train_sft.
+    # The file name of a shard contains the full name of the split, such as train_sft.
     return name if shard and name.lower() not in _SPLIT_OF_WORD else splits.pop()

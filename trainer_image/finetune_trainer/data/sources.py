@@ -1,4 +1,4 @@
-"""Collects what is known of the sources that a plan names: their files, the results of their parts, and the findings about each.
+"""Collects what is known about each source in a plan: its files, the results of its parts, and the findings about it.
 
 Findings include records that occur twice, and held-out records that are also trained on. Called by prepare.py.
 """
@@ -47,7 +47,7 @@ Stamp = tuple[int, int]
 """Size and modification time of a file."""
 
 MAX_COMPARED = 1 << 24
-"""Largest number of documents of a source that are compared with each other. It bounds the memory to 128 MiB."""
+"""Maximum number of documents of a source that are compared with each other. This limits the memory for digests to 128 MiB."""
 REPEATED_SHARE = 0.01
 """Smallest share of repeated records in a source that causes a warning."""
 _OF_RECORDS, _OF_TOKENS = ("records", "invalid", "documents", "dropped"), ("tokens", "supervised_tokens", "unknown_tokens")
@@ -60,7 +60,7 @@ class DocumentDigests:
     """Digests of documents, 8 bytes each. Two different documents have the same digest with a probability of 1 in 1.8e19."""
 
     def __init__(self, most: int | None = None) -> None:
-        """most: number of digests that are kept; further digests are ignored."""
+        """most: maximum number of digests that are kept (None: all); further digests are ignored."""
         self._blocks: list[Array] = []
         self._left = most
 
@@ -81,7 +81,7 @@ class DocumentDigests:
         return sum(map(len, self._blocks)) - len(self._different)
 
     def num_among(self, digests: Array) -> int:
-        """Number of `digests` of other documents that are among the digests kept here."""
+        """Return how many of `digests`, which belong to other documents, are among the digests kept here."""
         if not len(self._different):
             return 0
         places = np.minimum(np.searchsorted(self._different, digests), len(self._different) - 1)
@@ -106,7 +106,7 @@ class DatasetFacts:
     num_repeated: int
     """Number of records that equal an earlier record."""
     lengths: dict[int, int]
-    """Histogram of lengths, as in PartResult; its keys are texts in JSON."""
+    """Histogram of lengths, as in PartResult; its keys become strings in JSON."""
 
 
 @dataclass
@@ -126,7 +126,7 @@ class Source:
     stamps: dict[Path, Stamp] = field(default_factory=dict)
     """Sizes and modification times of the files, taken before their digests were computed."""
     sums: PartResult = field(default_factory=PartResult)
-    """Sums over the source's parts. Lines of problems are counted from the beginning of their files."""
+    """Sums over the source's parts. Line numbers of problems count from the beginning of the file."""
     invalid: list[str] = field(default_factory=list)
     """The first records that cannot be used: their places and problems."""
     digests: DocumentDigests = field(default_factory=partial(DocumentDigests, MAX_COMPARED))
@@ -165,7 +165,7 @@ class Source:
             sums.found_length(bound, count)
 
     def findings(self, plan: DataPlan, *, is_tokenised: bool) -> list[Finding]:
-        """The findings about the source. Call this after all of it has been read."""
+        """Return the findings about the source. Call this after the whole source has been read."""
         named, sums = self.named, self.sums
         if self.error is not None:
             return [unreadable(named, self.error)]

@@ -1,6 +1,6 @@
-"""Relates the number of training sequences to the steps of a run: fits an open global batch, and reports too few sequences.
+"""Relates training sequences to the steps of a run: chooses a global batch that is left open, and reports too few sequences.
 
-Preflight calls it with the prepared data, the look at the first records if these are all records. It imports no numpy.
+Called by preflight with the prepared data, and by roles/look.py if the first records are all records. It does not import numpy.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from finetune_job.plan.run_plan import GLOBAL_BATCH_FIELD, MICRO_BATCH_FIELD, Ch
 from finetune_trainer.data.records import occurrences
 
 FEW_STEPS = 20
-"""Number of steps below which a run whose steps packing has more than halved is reported."""
+"""A run with fewer steps is reported if packing has more than halved their number."""
 
 
 def total_steps(epochs: int | None, max_steps: int | None, num_sequences: int, global_batch_size: int) -> int:
-    """Number of optimizer steps of a run. If the last step is not full, sequences of the next epoch fill it up."""
+    """Number of optimizer steps of a run. If the last step is not full, it is filled with sequences of the next epoch."""
     if max_steps is not None:
         return max_steps
     return math.ceil((epochs or 0) * num_sequences / global_batch_size)
 
 
 def fit_batch(plan: RunPlan, num_sequences: int, made: tuple[Choice, ...]) -> tuple[Choice, ...]:
-    """Add the global batch, if the plan leaves it unset, to the choices `made`; a chosen micro-batch then divides its share."""
+    """Add the global batch to `made` if the plan leaves it open, and reduce a chosen micro-batch to divide a rank's share."""
     if not plan.leaves_open(GLOBAL_BATCH_FIELD):
         return made
     usual, reason = plan.training.global_batch_size, "the usual one"
     if num_sequences < usual:
         reason = f"the data make {num_sequences} sequences, fewer than the usual {usual}"
-    # A batch that not even one sequence per rank fills is refused by `check_steps`.
+    # If there are too few sequences for any batch, `check_steps` reports it.
     batch = min(usual, _largest_batch(plan, num_sequences)) or usual
     micro, share = plan.with_choices(made).training.micro_batch_size, batch // plan.parallelism.world_size
     fitting = next(size for size in range(micro, 0, -1) if share % size == 0)
@@ -41,7 +41,7 @@ def fit_batch(plan: RunPlan, num_sequences: int, made: tuple[Choice, ...]) -> tu
 
 
 def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iterator[Finding]:
-    """Report training data that do not fill a step, or of which packing leaves only a few steps."""
+    """Report training data that cannot fill a step, or that packing reduces to only a few steps."""
     training, largest = plan.training, _largest_batch(plan, num_sequences)
     batch = training.global_batch_size
     if plan.leaves_open(GLOBAL_BATCH_FIELD) and largest:
@@ -73,12 +73,12 @@ def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iter
 
 
 def _largest_batch(plan: RunPlan, num_sequences: int) -> int:
-    """The largest global batch that the sequences fill and ranks can share; 0 if there is none."""
+    """The largest global batch that the sequences can fill and the ranks can share equally; 0 if there is none."""
     return num_sequences // plan.batch_unit * plan.batch_unit
 
 
 def check_lengths(plan: RunPlan, lengths: Mapping[str, Sequence[int]]) -> Iterator[Finding]:
-    """Run `check_steps` on the lengths of all kept records. lengths: field of a data set -> tokens of each of its records."""
+    """Run `check_steps` on the lengths of all kept records. lengths: field of a data set -> number of tokens of each record."""
     occurring = [
         length
         for dataset in plan.data.train
@@ -90,7 +90,7 @@ def check_lengths(plan: RunPlan, lengths: Mapping[str, Sequence[int]]) -> Iterat
 
 
 def _num_packed(lengths: Sequence[int], limit: int) -> int:
-    """The number of sequences that packing.py makes, best fit decreasing, without numpy."""
+    """The number of sequences that packing.py would make (best fit decreasing), computed without numpy."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         tightest = bisect_left(rooms, length)

@@ -1,6 +1,6 @@
-"""Suggests changes of the manifest so that records with other keys can be read, judging by the keys of one record.
+"""Suggests manifest changes that make records with other keys readable, judging by the keys of one record.
 
-parse.py calls this for the first missing key. A suggestion contains changes of the manifest if these are certainly what the user
+parse.py calls this for the first missing key. A suggestion contains manifest changes only if they are certainly what the user
 wants; otherwise it shows what a record should look like.
 """
 
@@ -19,7 +19,7 @@ LONGEST_NAME = 128
 """Longest name in `data.mapping`, in characters."""
 _FORMAT, _MAPPING, _LOSS_ON = "spec.data.format", "spec.data.mapping", "spec.data.lossOn"
 ROLES_PATH = f"{_MAPPING}.roles."
-"""Path of the manifest to which a role of the records is appended. Roles that templates know need no mapping."""
+"""Manifest path to which the name of a role is appended. Roles that templates know need no mapping."""
 _SHARE_GPT = {f"{_MAPPING}.preset": MappingPreset.SHARE_GPT.value}
 _SHARE_GPT_TURN = ("from", "value")
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -39,7 +39,7 @@ _ROLES: Mapping[str, str] = {
 }
 """Common names of roles in data sets -> the roles that templates know."""
 _ARGUMENTS = frozenset({"reasoning_effort", "enable_thinking", "thinking", "documents", "tool_choice", "model_identity"})
-"""Keys of records that are arguments of chat templates."""
+"""Keys of records that are usually arguments of a chat template."""
 _MOST_ROLES = 8
 """Largest number of roles in one fix."""
 
@@ -47,7 +47,7 @@ _MOST_ROLES = 8
 def suggest(key: str, names: Mapping[str, Any], data_format: DataFormat, mapping: MappingPlan) -> Suggestion:
     """Suggest a fix for a record with these keys, or a table with these columns, that lacks `key`.
 
-    Values are None if only names are known.
+    The values of `names` are None if only the names are known.
     """
     names = {name: names[name] for name in _usable(names)}
     if all(name in names for name in PREFERENCES):
@@ -110,7 +110,7 @@ def suggest_roles(roles: Sequence[str]) -> Suggestion | None:
 
 
 def suggest_reading(key: str, data_format: DataFormat, mapping: MappingPlan) -> str:
-    """Advise how to read a key that belongs to the records but not to the mapping; empty if its name does not say what it is."""
+    """Advise how to read a key that is in the records but not in the mapping; empty if its name does not show its meaning."""
     name, is_chat = key.lower(), data_format is DataFormat.CHAT
     if data_format is DataFormat.TEXT:
         return ""
@@ -126,7 +126,7 @@ def suggest_reading(key: str, data_format: DataFormat, mapping: MappingPlan) -> 
 
 
 def _preferences(names: Mapping[str, Any]) -> Suggestion:
-    """Advise how to use pairs of preferences. There are no changes that a program could apply: half a pair is other data."""
+    """Advise how to use pairs of preferences. No changes are offered: learning half of each pair is a different task."""
     chosen, rejected = PREFERENCES
     if isinstance(names[chosen], list):
         alone = {_FORMAT: "Chat", **_mapped("messages", chosen)}
@@ -191,7 +191,7 @@ def _pair(
     read: Sequence[str | None],
     but: str | None = None,
 ) -> Suggestion:
-    """Suggest a pair of question and answer. changes: map the keys in `read`. but: key of further input that needs no mapping."""
+    """Suggest a pair of question and answer. changes: the mapping of the keys in `read`. but: input key that needs no mapping."""
     texts = _texts(names)
     system = _mapped("system", _first(texts, "system"))
     more = _mapped("input", _first({name: None for name in texts if name not in read}, "input"), but)
@@ -201,7 +201,7 @@ def _pair(
 
 
 def _share_gpt(changes: Mapping[str, str], turns: Sequence[Any]) -> Suggestion:
-    """Suggest `changes`, which include the preset, and a mapping of those roles in the turns that the preset does not know."""
+    """Suggest `changes`, which include the preset, and a mapping of the roles in the turns that the preset does not know."""
     roles = [turn.get(_SHARE_GPT_TURN[0]) for turn in turns if isinstance(turn, dict)]
     known = PRESETS[MappingPreset.SHARE_GPT].roles or {}
     written = _usable(dict.fromkeys(role for role in roles if isinstance(role, str)))
@@ -210,12 +210,12 @@ def _share_gpt(changes: Mapping[str, str], turns: Sequence[Any]) -> Suggestion:
 
 
 def _known_roles(roles: Sequence[str]) -> dict[str, str]:
-    """The changes that map those of `roles` that are common names of known roles."""
+    """The changes that map each of `roles` that is a common name of a known role."""
     return {f"{ROLES_PATH}{role}": _ROLES[role.strip().lower()] for role in roles if role.strip().lower() in _ROLES}
 
 
 def _usable(names: Iterable[str]) -> list[str]:
-    """The names that a manifest may contain. The names in a file may be anything."""
+    """Keep only names that a manifest may contain. The names in a file may be anything."""
     return [name for name in names if name.isprintable() and len(name) <= LONGEST_NAME]
 
 

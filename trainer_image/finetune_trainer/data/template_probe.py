@@ -1,7 +1,7 @@
-"""Finds out what text a chat template writes around the turns of a chat, from a plain chat whose words are known.
+"""Finds out what text a chat template writes around turns, by rendering a plain chat whose words are known.
 
 Such text opens a turn of the assistant, asks for an answer, or ends a turn with a stop token. chat.py uses it to find the turns
-of records. Called by tokenize.py before the records, by tokenizer.py for the template itself and by preflight's token_rows.py.
+of records. Called by tokenize.py before rendering records, by tokenizer.py to check the template, by preflight's token_rows.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROBE: tuple[Message, ...] = (
 
 
 def arguments_key(arguments: Mapping[str, Any]) -> str:
-    """The arguments of a template in the form that `chat_template` takes, which can be a key of its cache."""
+    """Encode a template's arguments for `chat_template`, as a string that can be part of its cache key."""
     return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
@@ -38,7 +38,7 @@ def arguments_key(arguments: Mapping[str, Any]) -> str:
 def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] = (), arguments: str = "") -> ChatTemplate:
     """Probe the template `source` with a plain chat. Raises ChatError with an empty key if training cannot use the template.
 
-    stop_ids: tokens at which generation with the model stops. arguments: further variables of the template (arguments_key).
+    stop_ids: tokens at which generation with the model stops. arguments: further variables of the template, from `arguments_key`.
     """
     if not tokenizer.is_fast:
         fix = "put the tokenizer.json of the model next to its config.json"
@@ -85,7 +85,7 @@ def chat_template(tokenizer: Tokenizer, source: str, stop_ids: tuple[int, ...] =
 
 
 def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str]) -> tuple[str, ...]:
-    """The texts that open a turn of the assistant: `prompted` and `gaps` without `asked`, the end of the user's turn.
+    """The texts that open a turn of the assistant: `prompted` and `gaps` without the prefix `asked`, the end of the user's turn.
 
     The texts are compared by token: "<|endoftext|>" and "<|assistant|>" have their first characters in common, but no token.
     """
@@ -99,9 +99,9 @@ def _headers(tokenizer: Tokenizer, asked: str, prompted: str, gaps: Sequence[str
 
 
 def _stop_text(tokenizer: Tokenizer, tail: str, stop_ids: tuple[int, ...]) -> tuple[str, int] | None:
-    """The text of the special tokens at the start of `tail` that end a turn, and the id of the last one; None without any.
+    """The text of the special tokens at the start of `tail` that end a turn, and the id of the last one; None if there are none.
 
-    There is one token, unless generation does not stop at it but at one of the special tokens that directly follow it.
+    This is a single token, unless generation does not stop at the first one but at a special token that directly follows.
     """
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     text, first = "", None

@@ -1,6 +1,6 @@
 """Turns records into documents: token ids, and which of them are supervised.
 
-A prompt is tokenised exactly as a server's client will send it later. The end-of-sequence token is appended and supervised,
+A prompt is tokenised exactly as a client will later send it to a server. The end-of-sequence token is appended and supervised;
 otherwise the model would never learn to stop. A chat is exactly the text that its template writes; content that the template
 drops is noted. Called by file_parts.py for records and by tokenizer.py for a plain chat.
 """
@@ -29,15 +29,15 @@ from finetune_trainer.data.template_probe import arguments_key, chat_template
 __all__ = ["EndlessTemplateError", "TokenizedDocument", "Tokenizer", "tokenize", "with_something_learnt"]
 
 Encoding = Any
-"""The type tokenizers.Encoding."""
+"""tokenizers.Encoding, which is not imported here."""
 BEFORE_PIECES = ("\n", ".", "")
-"""Prefixes for a text that continues another; a prefix's tokens are removed again. If a tokenizer puts a space before each text,
-this space is removed with them. If a prefix and the beginning of the text become one token, the next prefix is used.
+"""Prefixes for tokenising a text that continues another one. A prefix's tokens are removed afterwards, with any space that the
+tokenizer puts before each text. If a prefix and the beginning of the text become one token, the next prefix is used.
 """
 
 
 _BLANKS = re.compile(r"\s\s")
-"""A run of white space."""
+"""Two white space characters in a row."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def tokenize(
 ) -> list[TokenizedDocument | RecordProblem]:
     """Turn each record into a document of any length, in order. A chat that cannot become a document becomes a problem.
 
-    All records have the same format. The tokenizer must have an end-of-sequence token, and must be a fast one for chats.
+    All records have the same format. The tokenizer must have an end-of-sequence token, and must be a fast tokenizer for chats.
     written_template: spec.data.chatTemplate; None: the tokenizer's own. note: given if the template's time limit may end this
     process (render_limit.py). stop_ids: tokens at which generation with the model stops. template_arguments: the job's arguments
     of the template, which a record's own override.
@@ -96,7 +96,7 @@ def with_something_learnt(record: Record, document: TokenizedDocument | RecordPr
 def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> Iterable[TokenizedDocument]:
     end = tokenizer.eos_token_id
     (nothing,) = _ids(tokenizer, [""], special=True)
-    # If the tokenizer appends an end-of-sequence token to every text, it must be removed between prompt and completion.
+    # If the tokenizer appends an end-of-sequence token to every text, the one between prompt and completion must be removed.
     adds_end = bool(nothing) and nothing[-1] == end
     no_prompt = nothing[:-1] if adds_end else nothing
     asked = iter(_ids(tokenizer, [record.prompt for record in records if record.prompt], special=True))
@@ -119,13 +119,13 @@ def _texts(tokenizer: Tokenizer, records: Sequence[Record], loss_on: LossOn) -> 
 
 
 def _ids_inside(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of `text` as the continuation of an earlier text, so without what a tokenizer adds at the start."""
+    """Tokenise `text` as the continuation of an earlier text, without anything that the tokenizer adds at the start."""
     encoded = (_ids(tokenizer, [mark, mark + text], special=False) for mark in BEFORE_PIECES)
     return next(both[len(before) :] for before, both in encoded if both[: len(before)] == before)
 
 
 def _begun_once(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """Remove the beginning-of-sequence token that the tokenizer added if the record has one itself."""
+    """Remove the beginning-of-sequence token that the tokenizer added, if the record itself begins with one."""
     begin = tokenizer.bos_token_id
     return ids[1:] if begin is not None and ids[:2] == [begin, begin] else ids
 
@@ -238,10 +238,10 @@ def _learnt(chat: RenderedChat, record: Record, loss_on: LossOn) -> RenderedChat
 
 
 class _Pieces:
-    """The tokens of a text that was tokenised in pieces, with each piece's place in the text. It is used like an Encoding."""
+    """The tokens of a text that was tokenised in pieces, with their offsets in the whole text. It is used like an Encoding."""
 
     def __init__(self, pieces: Sequence[tuple[int, Encoding, int]]) -> None:
-        """pieces: for each piece its place in the text, its encoding, and the number of its first tokens that are left out."""
+        """pieces: for each piece, its place in the text, its encoding, and how many of its first tokens are left out."""
         self.ids = [token for _, encoding, skipped in pieces for token in encoding.ids[skipped:]]
         self.offsets = [
             (place + start, place + stop) for place, encoding, skipped in pieces for start, stop in encoding.offsets[skipped:]
@@ -249,7 +249,7 @@ class _Pieces:
         self._stops = [stop for _, stop in self.offsets]
 
     def char_to_token(self, at: int) -> int | None:
-        """The first token that holds the character."""
+        """Return the index of the first token that holds the character at `at`."""
         token = bisect_right(self._stops, at)
         return token if token < len(self.offsets) and self.offsets[token][0] <= at else None
 
@@ -257,7 +257,7 @@ class _Pieces:
 def _cut_at_turns(backend: Any, encoding: Encoding, chat: RenderedChat) -> Encoding:
     """Tokenise the text again in pieces if a learnt span begins inside a token, or after a run of white space.
 
-    A server tokenises the text before the answer alone, so that the answer begins with a token of its own.
+    A server tokenises the text before the answer separately, so the answer always begins with a new token.
     """
     starts = sorted(start for turn in chat.turns for start, _ in turn)
     # Tokenizers like GPT-2's split a run of white space before a word, but not at the end of a text.
@@ -336,7 +336,7 @@ def _ids(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> list[l
 
 
 def _backend(tokenizer: Tokenizer) -> Any:
-    """The tokenizer inside transformers' wrapper. For short records, the wrapper takes half of the time."""
+    """The tokenizer inside transformers' wrapper. For short records, the wrapper would take half of the time."""
     backend = tokenizer.backend_tokenizer
     # tokenizer.json may enable truncation and padding. The wrapper also turns them off on each call.
     backend.no_truncation()

@@ -32,16 +32,16 @@ if TYPE_CHECKING:  # not imported to look at the first records
 
 FIELD = "spec.model.source"
 _OF_FOREIGN_TOKENS = ("chat-template-unusable", "chat-marker-split")
-"""Rules that a template made for another tokenizer breaks."""
+"""Rules that a template breaks if it was made for another tokenizer."""
 _TODAY = "strftime_now"
-"""Name of the function of transformers by which templates write the date."""
+"""Name of the transformers function with which templates write the current date."""
 MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
-"""Text in the form of a special token."""
+"""Text that looks like a special token."""
 QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
 _OF_VOCABULARIES = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", ".model", "bpe")
-"""Parts of the names of files with a vocabulary, or with the code of a tokenizer."""
+"""Parts of the names of files that hold a vocabulary or a tokenizer's code."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Files beside a vocabulary that are of no use without one."""
+"""Files that come with a vocabulary and are useless without one."""
 MarkerProblem = tuple[str, str, str]
 """Rule, message and fix of a problem in the text that the template writes around turns."""
 
@@ -49,7 +49,7 @@ MarkerProblem = tuple[str, str, str]
 def load_checked_tokenizer(plan: RunPlan, directory: Path) -> tuple[Tokenizer | None, list[Finding]]:
     """Load the tokenizer. Returns it (None if it or its chat template cannot be used) and all findings.
 
-    Both are first tried in a process with limits, since tokenizer files may have millions of entries and templates may never end.
+    Both are first tried in a process with limits, since tokenizer files may have millions of entries and templates may not end.
     """
     from finetune_trainer.processes.sandbox import SandboxEndedError, run_sandboxed
 
@@ -79,13 +79,13 @@ def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
 
 
 def unusable(directory: Path, message: str) -> Finding:
-    """The finding of a tokenizer that does not load."""
+    """The finding that the tokenizer does not load."""
     fix = "copy tokenizer.json and tokenizer_config.json of the model next to its config.json"
     return _finding("tokenizer-unusable", directory.name, message, fix)
 
 
 def no_tokenizer(directory: Path) -> Finding | None:
-    """The finding that a model's directory holds no vocabulary; libraries then make a tokenizer without words, and no error."""
+    """The finding that a model's directory holds no vocabulary, for which libraries silently make a tokenizer without words."""
     names = [path.name.lower() for path in directory.glob("*") if path.name not in _TOKENIZER_SETTINGS]
     if any(word in name for name in names for word in _OF_VOCABULARIES):
         return None
@@ -115,9 +115,9 @@ def load_tokenizer(directory: Path, allow_remote_code: bool) -> tuple[Tokenizer 
 def check_chat_template(
     data: DataPlan, tokenizer: Tokenizer, directory: Path, added: Sequence[AddedTokenPlan] = ()
 ) -> list[Finding]:
-    """Findings about the template, which a plain chat shows but which hold for any; for other formats, about the EOS token.
+    """Return findings about the chat template, from rendering a plain chat; for other formats, findings about the EOS token.
 
-    directory: the model's, whose files name the tokens at which generation stops. added: the job's own tokens.
+    directory: the model's, whose files name the tokens at which generation stops. added: the tokens that the job adds.
     """
     if data.format is not DataFormat.CHAT:
         number, known = int(tokenizer.eos_token_id), generation_stops(tokenizer, directory)
@@ -188,7 +188,7 @@ def check_chat_template(
 
 
 def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns: bool) -> Iterator[MarkerProblem]:
-    """Yield every problem. learns_turns: whether only the assistant's turns are learnt, so their spans matter."""
+    """Yield every problem. learns_turns: whether only the assistant's turns are learnt, so that their spans matter."""
     text = template.render(PROBE)
     if learns_turns:
         yield from _wrong_spans(template)
@@ -226,7 +226,7 @@ def check_markers(template: ChatTemplate, tokenizer: Tokenizer, *, learns_turns:
 
 
 def _asks_otherwise(template: ChatTemplate) -> bool:
-    """Whether the template asks for an answer with a text that it never writes before a given answer, such as a begun thought.
+    """Whether the template asks for an answer with a text that it never writes before a given answer, such as an open thought.
 
     The answer is rendered without thoughts, and with thoughts wherever templates look for them.
     """
@@ -257,7 +257,7 @@ def _wrong_spans(template: ChatTemplate) -> Iterator[MarkerProblem]:
 
 
 def generation_stops(tokenizer: Tokenizer, directory: Path) -> set[int]:
-    """Tokens at which generation stops, by the model's files in `directory`; if these name none, the tokenizer's EOS token."""
+    """Tokens at which generation stops, as the model's files in `directory` say; if they name none, the tokenizer's EOS token."""
     for name in (GENERATION_FILE, "config.json"):
         try:
             written = json.loads((directory / name).read_text())

@@ -1,9 +1,9 @@
 """Reads a tokenizer from its files without transformers, whose import takes a second of processor time.
 
-The tokenizer has what tokenize.py, render_chat.py and template_probe.py need to look at the first records, where a second
-matters. tokenizer.json decides the tokens of a text; only preflight shows what else a tokenizer class of transformers changes.
-Templates run in the same sandbox as in training: its module, transformers' renderer of chat templates, is imported alone, without
-running the code of its parent packages.
+This tokenizer supports what tokenize.py, render_chat.py and template_probe.py need to look at the first records, where a second
+matters. It follows tokenizer.json alone; anything else that a transformers tokenizer class changes shows only in preflight.
+Templates run in the same sandbox as in preflight: transformers' template renderer is imported alone, without running the code of
+its parent packages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class FileTokenizer:
     is_fast = True
 
     def __init__(self, directory: Path, added: Sequence[AddedTokenPlan] = ()) -> None:
-        """added: the job's tokens, which the files lack. Raises TokenizerFilesError, OSError."""
+        """added: the tokens that the job adds, which the files lack. Raises TokenizerFilesError, OSError."""
         from tokenizers import AddedToken, Tokenizer
 
         with open_regular(directory / _BACKEND) as file:
@@ -57,7 +57,7 @@ class FileTokenizer:
         self._templates = _templates(directory, config)
 
     def __getattr__(self, name: str) -> Any:
-        """Return text or id of a special token, such as `eos_token` or `eos_token_id`."""
+        """Return the text or the id of a special token, such as `eos_token` or `eos_token_id`."""
         token = name.removesuffix("_id")
         if token not in _TOKENS:
             raise AttributeError(name)
@@ -134,7 +134,7 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def keep_rest_of_transformers_out() -> None:
-    """Keep imports of transformers' modules from running its packages' code. Does nothing if transformers is imported already."""
+    """Make imports of transformers' modules skip the code of its packages. Does nothing if transformers is already imported."""
     if _PACKAGES[0] in sys.modules:
         return
     spec = importlib.util.find_spec(_PACKAGES[0])
@@ -150,13 +150,13 @@ def keep_rest_of_transformers_out() -> None:
 def import_renderer() -> None:
     """Import transformers' renderer without the heavy modules that it would import.
 
-    These are numpy (no record contains its scalars), the Hub's client and progress bars (which transformers' loggers load), and
-    the search for installed packages. All can still be imported later. Raises ModuleNotFoundError.
+    The skipped modules are numpy (no record contains its scalars), the Hub's client and progress bars (which transformers'
+    loggers load), and the search for installed packages. All of these can still be imported later. Raises ModuleNotFoundError.
     """
     numbers, loggers, packages = (ModuleType(name) for name in ("numpy", f"{_UTILS}.logging", f"{_UTILS}.import_utils"))
     vars(numbers)["generic"] = type("generic", (), {})
     vars(loggers)["get_logger"] = lambda name: _Logger(logging.getLogger(name), {})
-    # Tensors and images are only for functions that a template calls as tools; records have no such functions.
+    # Tensors and images matter only for tools that are Python functions, and records contain none.
     vars(packages).update(is_jinja_available=lambda: True, is_torch_available=lambda: False, is_vision_available=lambda: False)
     absent = {module.__name__: module for module in (numbers, loggers, packages) if module.__name__ not in sys.modules}
     sys.modules.update(absent)

@@ -29,9 +29,9 @@ LOOK_SECONDS = 1.0
 
 
 def main(arguments: str) -> int:
-    """Load the tokenizer, fork the workers, wait. Returns 0, or the status of a worker that failed (128 plus a signal's number).
+    """Load the tokenizer, fork the workers, wait. Returns 0, or a failed worker's status (128 plus the signal that killed it).
 
-    If a chat template does not finish, its worker is ended. This process then answers in its place and forks a new worker.
+    If a chat template does not finish, its worker is killed. This process then answers in its place and forks a new worker.
     """
     settings = json.loads(arguments)
     die_with(settings["parent"])

@@ -1,6 +1,6 @@
 """Prepares parts of files in several processes (worker.py) or in this one, and yields their results in order.
 
-Threads would not help, because chat templates and JSON parsing hold Python's lock.
+Threads would not help, because chat templates and JSON parsing hold the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from finetune_trainer.data.tokenize import Tokenizer
 from finetune_trainer.processes.child import Child, ChildOutput, TooMuchOutputError, start
 
 MAX_WORKERS = 8
-"""Largest number of workers. Each takes some tens of MB of memory beyond what they share."""
+"""Maximum number of workers. Each takes some tens of MB of memory in addition to what they share."""
 AHEAD = 4
 """Number of results per worker that may wait on disk for an earlier result."""
 EXIT_SECONDS = 60.0
@@ -32,9 +32,9 @@ TAKING_SECONDS = 60.0
 """Time that an idle worker may take to read its next task."""
 PART_SECONDS = 1800.0
 SLOWEST_BYTES_PER_SECOND = 16 << 10
-"""A part may take PART_SECONDS plus the time for its bytes at this speed, a hundredth of an old machine's."""
+"""A part may take PART_SECONDS plus the time for its bytes at this speed, a hundredth of that of an old machine."""
 LAST_OUTPUT = 2000
-"""Characters of a worker's output that an error shows."""
+"""Maximum number of characters of a worker's output that an error shows."""
 
 
 class WorkerKilledError(WorkerError):
@@ -44,7 +44,7 @@ class WorkerKilledError(WorkerError):
 
 
 def in_this_process(tasks: Iterator[PartTask], tokenizer: Tokenizer | None) -> Generator[tuple[PartTask, PartResult]]:
-    """Work on one task after the other. A chat template that does not finish may end this process."""
+    """Work on one task after another. A chat template that no exception can interrupt is never stopped here."""
     for task in tasks:
         yield task, work_on(task, tokenizer)
 
@@ -72,8 +72,8 @@ class _Worker:
         return max(0.0, self._deadline - time.monotonic())
 
     def result(self) -> PartResult | None:
-        """Result of the task; None if it has not arrived yet. Raises the worker's error, WorkerError; EOFError if the worker
-        ended.
+        """Return the task's result; None if it has not arrived yet. Raises the worker's error or WorkerError, and EOFError if the
+        worker ended.
         """
         try:
             self.output.read()
@@ -99,7 +99,7 @@ def in_workers(
     """
     with tempfile.TemporaryFile() as output:
         workers, loader = _start(num_workers, model_directory, allow_remote_code, output.fileno())
-        with loader:  # its workers die with it
+        with loader:  # the workers die with the loader
             try:
                 yield from _in_order(tasks, workers)
             except (EOFError, ConnectionError) as error:
@@ -111,9 +111,9 @@ def in_workers(
 
 
 def _in_order(tasks: Iterator[PartTask], workers: list[_Worker]) -> Generator[tuple[PartTask, PartResult]]:
-    """Distribute tasks and yield their results. Raises as `_Worker` does."""
+    """Distribute tasks and yield their results. Raises the same exceptions as `_Worker`."""
     idle, busy = list(workers), dict[_Worker, int]()
-    # Task number -> task that was sent but not yielded yet, and its result if it has arrived.
+    # Task number -> task that was sent but not yielded yet, and task number -> result that has arrived.
     sent, done = dict[int, PartTask](), dict[int, PartResult]()
     num_sent = num_yielded = 0
     while True:
@@ -159,7 +159,7 @@ def _start(num_workers: int, model_directory: Path, allow_remote_code: bool, out
 
 
 def _error_of_exit(status: int | None, output: int) -> WorkerError:
-    """The error to raise if the processes end early. status: None if they have closed a connection but not ended.
+    """The error to raise if the processes end early. status: None if they have closed a connection but are still running.
 
     output: descriptor of the file with their output.
     """

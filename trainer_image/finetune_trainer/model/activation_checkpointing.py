@@ -1,8 +1,8 @@
 """Activation checkpointing per layer: backward recomputes either all activations of a layer or only the cheap ones.
 
-To recompute only cheap operations, results of expensive operations are kept from the forward pass. torch's own implementation
-(torch.utils.checkpoint.create_selective_checkpoint_contexts, 2.15) keeps results whose memory is overwritten later; ours copies
-them first.
+In the second case, results of expensive operations are kept from the forward pass. torch's own implementation
+(torch.utils.checkpoint.create_selective_checkpoint_contexts, 2.15) also keeps results whose memory is overwritten later; ours
+copies such results first.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ KEPT_OPERATIONS = frozenset(
     for overload in (getattr(packet, name) for name in packet.overloads())
     if not overload._schema.is_mutable  # noqa: SLF001 - there is no public name
 )
-"""Expensive operations, whose results are kept: products and attention, in every form in which torch dispatches them."""
+"""Expensive operations, whose results are kept: matrix products and attention, in every form in which torch dispatches them."""
 _KEPT_BY_NAME = frozenset({"torch_attn._varlen_attn.default", "bitsandbytes.gemm_4bit.default"})
 """More kept operations, which exist only after their modules are imported: varlen attention, products with packed weights."""
 
@@ -54,15 +54,15 @@ Operation = OpOverload | HigherOrderOperator
 
 
 def checkpoint_activations(model: PreTrainedModel, kind: ActivationCheckpointing) -> None:
-    """Let each layer keep no activations, or only results of products and attention. Call this after PEFT, before sharding."""
+    """Make each layer keep no activations, or only results of products and attention. Call this after PEFT, before sharding."""
     if kind is ActivationCheckpointing.NONE:
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if kind is ActivationCheckpointing.SELECTIVE:
         options["context_fn"] = selective_checkpoint_contexts
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    # This undoes a request that transformers makes in the call above, for gradients of the embeddings' output. Only reentrant
-    # checkpoints need them; here the first layer would compute products that are never read.
+    # The call above makes transformers request gradients of the embeddings' output, which this undoes. Only reentrant checkpoints
+    # need these gradients; here the first layer would compute products that are never used.
     model.disable_input_require_grads()
 
 
@@ -81,7 +81,7 @@ class KeptResult:
 
 
 class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The first pass, which keeps results. A kept result is copied before its memory is overwritten."""
+    """The mode for the first pass, which keeps results. A kept result is copied before its memory is overwritten."""
 
     supports_higher_order_operators = True
     """Whether torch passes higher-order operators to this mode; they run unchanged."""
@@ -90,7 +90,7 @@ class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.kept = kept
         self._in_memory: dict[int, KeptResult] = {}
-        """Memory -> the kept result in it, until the memory is overwritten."""
+        """Memory -> the kept result that is stored there, until the memory is overwritten."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +115,7 @@ class RecordResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReuseResults(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The second pass, in which kept results replace operations. Each result is used once and then dropped."""
+    """The mode for the second pass, in which kept results replace operations. Each result is used once and then dropped."""
 
     supports_higher_order_operators = True
 
@@ -157,7 +157,7 @@ def is_kept(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that the operation writes to."""
+    """Yield the tensors that the operation writes to."""
     positions = _written_arguments(func)
     if positions:
         for value in _given(func, positions, args, kwargs):

@@ -38,7 +38,7 @@ WHOLE_COPY = "modules_to_save"
 REFUSALS = (TypeError, ValueError, ImportError, RuntimeError)
 """Exceptions that PEFT raises for settings that it rejects; ImportError if they need a package that is not installed."""
 _INITS = {LoraInit.ZERO_B: True, LoraInit.RANDOM: False}
-"""Initialisations that PEFT expects as a bool; the others have names. Adapters that we start from the base's weights get True."""
+"""Initialisations that PEFT expects as a bool; it takes others by name. Adapters that start from the base's weights get True."""
 
 
 def config_class(method: MethodType) -> type[PeftConfig]:
@@ -48,7 +48,7 @@ def config_class(method: MethodType) -> type[PeftConfig]:
 
 
 def lora_config(lora: LoraPlan) -> LoraConfig:
-    """PEFT's settings for LoRA. They name no machine and no path."""
+    """PEFT's settings for LoRA. They contain no path and nothing about the machine."""
     targets: str | list[str] = ALL_LINEAR if lora.target_modules == (ALL_LINEAR,) else list(lora.target_modules)
     return LoraConfig(
         task_type=TASK,
@@ -92,7 +92,7 @@ def adapter_config(method: MethodPlan) -> PeftConfig:
 
 
 def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
-    """Return the fields whose values PEFT's adapters of stacked weights do not support -> the value that each must have."""
+    """Return the fields whose values PEFT's adapters for stacked weights do not support -> the value that each must have."""
     wanted = {}
     if METHODS[method.type].needs.magnitudes:
         wanted["spec.method.type"] = lora_kind(packs_base=METHODS[method.type].packs_base, magnitudes=False).value
@@ -104,7 +104,7 @@ def unfit_for_experts(method: MethodPlan) -> dict[str, str]:
 def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
     """Add new adapters to the model and freeze its base. Call this before sharding.
 
-    The seed depends on the plan alone, so every rank of every world size starts with the same values. Raises ConfigError.
+    The seed depends only on the plan, so every rank starts with the same values, whatever the world size. Raises ConfigError.
     """
     config = adapter_config(plan.method)
     targets = getattr(config, "target_modules", None)
@@ -118,7 +118,7 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
             adapted = get_peft_model(model, config, autocast_adapter_dtype=plan.method.autocast_adapter_dtype)
     except MemoryError:
         raise
-    except Exception as error:  # the library divides by a user's settings, compiles them and looks them up
+    except Exception as error:  # PEFT computes with the user's settings, so any exception may occur
         reason = error if isinstance(error, ValueError | TypeError | RuntimeError) else f"{type(error).__name__}: {error}"
         if STACKED_WEIGHTS.search(str(error)):
             unfit = " and ".join(f"{name}: {value}" for name, value in unfit_for_experts(plan.method).items())
@@ -147,8 +147,8 @@ def attach(model: PreTrainedModel, plan: RunPlan) -> PeftModel:
 
 
 def _beside_text(model: PreTrainedModel, targets: Collection[str]) -> str | None:
-    """Return an expression for modules that share a target's name with the text part of a model of images or audio, and are
-    outside of it: texts do not reach them. None if there are none.
+    """Return a regular expression for modules of an image or audio model that match a target's name but are outside the text
+    part, where text does not reach them. None if there are no such modules.
     """
     text = getattr(model.config, "text_config", None)
     decoder = None if text is None else model.get_decoder()
@@ -158,7 +158,7 @@ def _beside_text(model: PreTrainedModel, targets: Collection[str]) -> str | None
         return None
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D | nn.Embedding)]
     of_text = [f".{name}" for name in layers if name.startswith(f"{inside}.")]
-    # PEFT makes a set of the targets, and the expression is saved.
+    # Sorted, because PEFT turns the targets into a set, and the expression is saved.
     named = [name for name in sorted(targets) if any(layer.endswith(f".{name}") for layer in of_text)]
     shared = ".*" if ALL_LINEAR in targets else "|".join(map(re.escape, named))
     head = re.escape(names.get(model.get_output_embeddings(), inside))
@@ -168,7 +168,7 @@ def _beside_text(model: PreTrainedModel, targets: Collection[str]) -> str | None
 
 @contextmanager
 def _magnitudes_left_open(loaded: torch.dtype) -> Iterator[None]:
-    """Let DoRA's magnitudes start at zero for 4-bit layers that are not loaded yet; norms are measured when weights are packed.
+    """Let DoRA's magnitudes start at zero for 4-bit layers that are not loaded yet; norms are measured during packing.
 
     loaded: element type of the weights before packing, in which PEFT measures norms.
     """
@@ -194,11 +194,11 @@ def lora_layers(adapted: PeftModel) -> dict[str, LoraLayer]:
 
 
 def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, base_dtype: torch.dtype) -> None:
-    """Add to each adapter a frozen adapter with its first values, whose scaling has the opposite sign.
+    """Add to each adapter a frozen copy of its first values, which is subtracted because its scaling has the opposite sign.
 
-    The model then computes `W x + s (B A - B0 A0) x`, where PEFT computes `(W - s B0 A0) x + s B A x`, and the base keeps its
-    weights: nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes with
-    the same bytes. `base_dtype`: element type of the base; FSDP 1 requires everything frozen to have it. Raises ConfigError.
+    The model then computes `W x + s (B A - B0 A0) x`, where PEFT would compute `(W - s B0 A0) x + s B A x`, and the base keeps
+    its weights: nothing is rounded or packed again, no tied weight changes, and every attempt on any number of ranks computes
+    with the same bytes. `base_dtype`: element type of the base; FSDP 1 requires everything frozen to have it. Raises ConfigError.
     """
     field, init = "spec.method.lora.initLoraWeights", lora.init_lora_weights.value
     for name, layer in lora_layers(adapted).items():
@@ -216,7 +216,7 @@ def _take_off_first_values(adapted: PeftModel, lora: LoraPlan, base_dtype: torch
             )
         for factors in (layer.lora_A, layer.lora_B):
             factors[FIRST_VALUES] = copy.deepcopy(factors[ADAPTER]).to(base_dtype).requires_grad_(requires_grad=False)
-        # The first values act as a part of the base, to which PEFT applies no dropout.
+        # The first values act as part of the base, to which PEFT applies no dropout.
         layer.lora_dropout[FIRST_VALUES] = nn.Identity()
         layer.scaling[FIRST_VALUES] = -layer.scaling[ADAPTER]
         for facts in (layer.r, layer.lora_alpha, layer.use_rslora, layer.use_dora, layer.lora_bias):
@@ -230,8 +230,8 @@ def has_first_values(model: PeftModel) -> bool:
 
 
 def plain_lora(trained: torch.Tensor, first: torch.Tensor, name: str) -> torch.Tensor:
-    """Join a trained factor and its first values to the factor of an equal plain LoRA adapter of twice the rank: `B A - B0 A0`
-    is `[B, -B0] [A; A0]` (peft: LoraModel.subtract_mutated_init). `name`: the factor's name in the file.
+    """Join a trained factor and its first values into the factor of an equivalent plain LoRA adapter with twice the rank, since
+    `B A - B0 A0` is `[B, -B0] [A; A0]` (peft: LoraModel.subtract_mutated_init). `name`: the factor's name in the file.
     """
     is_first_factor = "lora_A" in name.split(".")
     return torch.cat(
@@ -253,9 +253,9 @@ def _twice_the_rank(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _hold_in_float32(adapted: PeftModel) -> None:
-    """Convert everything that is trained to float32. PEFT converts only adapters, not copies of whole modules and biases.
+    """Convert all trained parameters to float32. PEFT converts only adapters, not biases or copies of whole modules.
 
-    This includes the frozen weight of a normalisation whose bias is trained: torch's CPU kernel needs the same type for both.
+    The frozen weight of a normalisation whose bias is trained is also converted: torch's CPU kernel needs one type for both.
     """
     for module in adapted.modules():
         own = list(module.parameters(recurse=False))
@@ -281,7 +281,7 @@ def stored_names(model: PeftModel) -> dict[str, str]:
 
 
 def second_names(model: PeftModel) -> dict[str, str]:
-    """Map further names under which PEFT writes a trained parameter, such as rows shared with a tied head, to the first name."""
+    """Map each further name under which PEFT writes a trained parameter (such as rows shared with a tied head) to the first."""
     first: dict[int, str] = {}
     for stored, tensor in _stored(model):
         first.setdefault(id(tensor), stored)
@@ -301,14 +301,14 @@ def _stored(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     # `keep_vars` returns the parameters themselves, not views, so that they can be compared by identity.
     state = model.state_dict(keep_vars=True)
     stored = get_peft_model_state_dict(model, state_dict=state, save_embedding_layers=False)
-    # With trained biases, PEFT also lists what is inside a module that is trained whole: the base's frozen tensors, and the
-    # copy's bias again under a name that no reader understands. First values are also left out.
+    # With trained biases, PEFT also lists the contents of a module that is trained as a copy: the base's frozen tensors, and the
+    # copy's bias again under a name that no reader understands. These and first values are left out.
     foreign = {ORIGINAL, WHOLE_COPY, FIRST_VALUES}
     yield from ((name, tensor) for name, tensor in stored.items() if not foreign & set(name.split(".")))
 
 
 def adapter_settings(model: PeftModel, base_model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the content of adapter_config.json; sets are sorted, so equal runs give equal bytes."""
+    """Return the content of adapter_config.json; sets are sorted, so that equal runs give equal bytes."""
     settings = model.peft_config[ADAPTER].to_dict()
     settings["base_model_name_or_path"] = base_model
     settings["revision"] = revision
@@ -329,9 +329,9 @@ def _double_ranks(settings: dict[str, Any]) -> None:
 
 
 def _match_feedforward(settings: dict[str, Any]) -> None:
-    """Name IA3's feed-forward modules as the targets are named, and leave out those that are not targets.
+    """Give IA3's feed-forward modules the names that the targets have, and leave out those that are not targets.
 
-    Whatever the targets are, PEFT fills in its own list for the model, which it rejects when it loads the adapter.
+    Whatever the targets are, PEFT fills in its own list for the model, and then rejects this list when it loads the adapter.
     """
     names, targets = settings.get("feedforward_modules"), settings.get("target_modules")
     if isinstance(names, set) and isinstance(targets, set) and not names <= targets:
@@ -343,7 +343,7 @@ def _match_feedforward(settings: dict[str, Any]) -> None:
 
 
 def learning_rate_scale(name: str, method: MethodPlan) -> float:
-    """Return the factor on a parameter's learning rate: LoRA+'s ratio for `lora_B`, 1 for everything else.
+    """Return the factor by which a parameter's learning rate is multiplied: LoRA+'s ratio for `lora_B`, 1 for everything else.
 
     Hayou, Ghosh and Yu, 2024, LoRA+: efficient low rank adaptation of large models: B, which starts at zero, must learn faster
     than A. Adapters of embeddings, whose A starts at zero, keep the run's rate.

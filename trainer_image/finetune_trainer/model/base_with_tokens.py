@@ -1,8 +1,8 @@
 """Writes the base model with the job's added tokens to a directory on the workspace, which any program can load.
 
 All later steps read that directory instead of the base: rehearsal, training, merge and verification know nothing of added tokens.
-`python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does not import torch: the order comes on
-standard input, the findings go to standard output.
+`python -m finetune_trainer.model.base_with_tokens` makes it for preflight, which does not import torch: it reads the order from
+standard input and writes the findings to standard output.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _make(order: BaseOrder, directory: Path) -> AddedTokens | Finding:
 
 
 def _two_heads(stored: StoredModel, config: Mapping[str, Any]) -> Finding | None:
-    """Report a head that config.json ties although the files hold other values for it. transformers loads these values, but drops
-    them when it resizes the embeddings, as every user of the adapter must.
+    """Report an output head that config.json ties although the files hold other values for it. transformers loads these values,
+    but drops them when it resizes the embeddings, which every user of the adapter must do.
     """
     family = stored.family
     head = next((path for path in family.ties if path in stored.parameters and stored.tie(path) is None), None)
@@ -150,7 +150,7 @@ def _two_heads(stored: StoredModel, config: Mapping[str, Any]) -> Finding | None
 
 
 def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path) -> None:
-    """Copy all files except weights, hidden files, and the tokenizer's files, which it writes itself."""
+    """Copy all files except weights, hidden files, and the tokenizer's files, which are saved separately."""
     left_out = {path.name for path in tokenizer_files(order.base)} | set(checkpoint.file_bytes)
     for path in sorted(order.base.iterdir()):
         is_weights = path.name.endswith(_WEIGHTS)
@@ -159,11 +159,11 @@ def _copy_other_files(order: BaseOrder, checkpoint: Checkpoint, directory: Path)
 
 
 def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int, Tokenizer] | Finding:
-    """Write the tokenizer to `directory`; return the added tokens' ids, the number of rows for its own tokens, and itself."""
+    """Write the tokenizer to `directory`; return the added ids, the number of rows for older tokens, and the tokenizer."""
     from tokenizers import AddedToken
 
     try:
-        # First try it with bounds: a valid file may have millions of entries.
+        # First try to load it with limits: even a valid file may have millions of entries.
         run_sandboxed(lambda: load_tokenizer(order.base, order.allow_remote_code)[1])
     except SandboxEndedError as error:
         return unusable(order.base, f"loading the tokenizer {error}")
@@ -204,7 +204,7 @@ def _add_to_tokenizer(order: BaseOrder, directory: Path) -> tuple[list[int], int
 
 
 def _stop_at(ids: Sequence[int], tokenizer: Tokenizer, base: Path, directory: Path) -> None:
-    """Let generation stop at these tokens in addition to those where it already stops."""
+    """Make generation stop at these tokens too, in addition to those where it already stops."""
     path = directory / GENERATION_FILE
     settings = read_json(path) if path.is_file() else {}
     known = sorted(generation_stops(tokenizer, base))
@@ -230,7 +230,7 @@ def _finding(rule: str, value: str, message: str, fix: str) -> Finding:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve preflight, which does not import torch."""
+    """Run as a child process of preflight, which does not import torch itself."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--parent", type=int, required=True)
     die_with(arguments.parse_args(argv).parent)

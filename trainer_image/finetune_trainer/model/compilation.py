@@ -17,17 +17,17 @@ from finetune_trainer.model.wrap_plan import layer_classes
 COMPILERS = {"cpu": ("g++", "c++", "clang++"), "cuda": ("gcc", "cc", "clang")}
 """Device type -> compilers, of which inductor needs one: C++ for its CPU kernels, C for Triton's launcher."""
 LAUNCHER = Path("/opt/finetune/launcher")
-"""Directory in the image that has the compiled launcher (trainer_image/layers/build-launcher.sh)."""
+"""Directory in the image that contains Triton's compiled launcher (trainer_image/layers/build-launcher.sh)."""
 
 
 def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
-    """Let each layer of the classes that FSDP would wrap compile at its first call. Return their number. Raises ConfigError."""
+    """Make each layer of the classes that FSDP would wrap compile on its first call. Return their number. Raises ConfigError."""
     wanted = set(layer_classes(model, fsdp.transformer_layer_cls_to_wrap))
     layers = [module for module in model.modules() if type(module).__name__ in wanted]
     if torch.are_deterministic_algorithms_enabled():
         from torch._inductor import config
 
-        # Otherwise the compiler would choose kernels by measuring them, and two attempts could add in different orders.
+        # Otherwise the compiler would choose kernels by benchmarking them, and two attempts could sum in different orders.
         config.deterministic = True
     if _has_launcher() and not _is_installed("cuda"):
         take_launcher()
@@ -40,7 +40,7 @@ def compile_layers(model: nn.Module, fsdp: FsdpPlan) -> int:
 def _with_steady_bounds(
     _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Avoid recompiling for the next batch: the number of document bounds is dynamic, greatest lengths become powers of two."""
+    """Avoid recompiling for each batch: mark the number of document bounds as dynamic, round lengths up to powers of two."""
     bounds = {name: kwargs[name] for name in ("cu_seq_lens_q", "cu_seq_lens_k") if name in kwargs}
     for tensor in bounds.values():
         torch._dynamo.maybe_mark_dynamic(tensor, 0)  # noqa: SLF001 - torch.compiler has no name for it
@@ -63,12 +63,12 @@ def _has_launcher() -> bool:
 
 
 def _compiled(name: str) -> Path:
-    """Return the path that a module for this Python would have in the image."""
+    """Return the path that a compiled module for this Python version would have in the image."""
     return LAUNCHER / f"{name}{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
 def take_launcher() -> None:
-    """Let Triton take its launcher from the image instead of calling a compiler. It compiles everything else by itself."""
+    """Make Triton take its launcher from the image instead of calling a C compiler. Triton compiles everything else itself."""
     from triton import knobs
 
     knobs.build.impl = _of_the_image

@@ -1,4 +1,4 @@
-"""Chooses element types for loading, computing, reducing and saving from plan and stored type, and what casts to them."""
+"""Chooses the element types for loading, computing, reducing and saving, and whether FSDP or autocast casts to them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Computes first values of adapters that start from the base's weights: PiSSA (Meng et al., 2024), OLoRA (Buyukakyuz, 2024).
 
 They are computed once for a run and kept on its workspace: another machine or number of threads would give other bits, so a
-restart that computed them again would not continue what was trained. A checkpoint names the file's digest.
+restart that computed them again would not continue the same training. A checkpoint records the file's digest.
 
-`python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is allocated: standard input is the
-plan, standard output the digest.
+`python -m finetune_trainer.model.first_values` computes them for preflight, before a GPU is allocated: it reads the plan from
+standard input and writes the digest to standard output.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ _RUN = "learning_sha256"
 
 
 def ensure_first_values(plan: RunPlan, base_model: Path, path: Path, start: Path | None = None) -> str:
-    """Return the SHA-256 of the file `path` with this run's first values, which is written if it is missing.
+    """Return the SHA-256 of `path`, the file with this run's first values, after writing the file if it is missing.
 
-    At most the adapter and one whole weight are in memory. start: a checkpoint of another run, from whose parameters this run
-    begins. They are relative to that run's first values, which are copied to `path`. Raises ModelError, CheckpointError, OSError.
+    At most the adapter and one whole weight are in memory. start: a checkpoint of another run from which this one begins. Its
+    parameters are relative to that run's first values, which are copied to `path`. Raises ModelError, CheckpointError, OSError.
     """
     if start is not None:
         _copy_from(start, path)
     elif _run_of(path) != learning_sha256(plan):
         tensors = _decomposed(plan, base_model)
-        # A single entry, since safetensors writes several in any order, and equal values must have equal digests.
+        # Only one entry of metadata, since safetensors writes several in any order, and equal values must have equal digests.
         _write(path, lambda temporary: save_file(tensors, temporary, metadata={_RUN: learning_sha256(plan)}))
     return file_sha256(path)
 
 
 def _copy_from(start: Path, path: Path) -> None:
-    """Copy the first values of the run with the checkpoint `start` to `path`, unless they are there.
+    """Copy the first values of the run that wrote the checkpoint `start` to `path`, unless they are already there.
 
-    A start that is gone is not missed once they are there.
+    Once the values are there, the checkpoint is no longer needed.
     """
     try:
         wanted = read_manifest(start, None).origin.first_values
@@ -147,7 +147,7 @@ def _decomposed(plan: RunPlan, base_model: Path) -> dict[str, torch.Tensor]:
 def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return A [rank, inputs] and B [outputs, rank] of `weight` [outputs, inputs], all in float32.
 
-    They are computed as in peft (LoraLayer.pissa_init, olora_init), except for columns and rows of OLoRA that are not used.
+    They are computed as in peft (LoraLayer.pissa_init, olora_init), but without the columns and rows of OLoRA that are not used.
     """
     if init is LoraInit.OLORA:
         columns, _ = torch.linalg.qr(weight[:, :rank])
@@ -164,9 +164,9 @@ def decompose(weight: torch.Tensor, init: LoraInit, rank: int, scaling: float, s
 
 
 def start_from(model: PeftModel, path: Path) -> None:
-    """Set the adapters, and the frozen adapters that subtract them, to the values in the file. Call this before sharding.
+    """Set each adapter, and the frozen adapter that is subtracted from it, to the values in the file. Call this before sharding.
 
-    Both get the same bits, so training starts at the base model. Raises InvariantError if the file is for another model.
+    Both get the same bits, so training starts from the base model. Raises InvariantError if the file belongs to another model.
     """
     with safe_open(path, framework="pt") as file, torch.no_grad():
         names = set(file.keys())
@@ -183,7 +183,7 @@ def start_from(model: PeftModel, path: Path) -> None:
 
 
 def main() -> int:
-    """Serve preflight, which does not import torch."""
+    """Run as a child process of preflight, which does not import torch itself."""
     arguments = argparse.ArgumentParser()
     for name in ("--parent", "--model", "--to"):
         arguments.add_argument(name, required=True)
@@ -191,7 +191,7 @@ def main() -> int:
     parsed = arguments.parse_args()
     die_with(int(parsed.parent))
     answer = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    # Output of libraries is not the answer.
+    # Output of libraries must not mix with the answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s", stream=sys.stderr)
     plan = RunPlan.model_validate_json(sys.stdin.read())

@@ -1,4 +1,4 @@
-"""Lets trained copies of embeddings that are held in float32 return the type of the model."""
+"""Makes trained copies of embeddings, which are held in float32, return the model's element type."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def cast_embedding_outputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let each trained copy of an embedding in `model` return `dtype`."""
+    """Make each trained copy of an embedding in `model` return `dtype`."""
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
             for copy in module.modules_to_save.values():

@@ -41,7 +41,7 @@ def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, devi
         mixed_precision=MixedPrecision(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce),
         cpu_offload=CPUOffload(offload_params=fsdp.offload_params),
         device_id=device,
-        # torch cannot broadcast from a CPU. That loses nothing, as all ranks load the same files with the same seed.
+        # torch cannot do this broadcast on CPUs. Nothing is lost, as all ranks load the same files with the same seed.
         sync_module_states=bool(fsdp.sync_module_states) and device.type != "cpu",
         use_orig_params=bool(fsdp.use_orig_params),
     )
@@ -51,10 +51,10 @@ def shard_with_fsdp1(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, devi
 
 
 def _leave_inputs_to_units(model: nn.Module) -> None:
-    """Let adapters that are units cast their inputs themselves.
+    """Stop PEFT from casting the inputs of adapters that are FSDP units, since FSDP casts them.
 
-    PEFT would cast inputs earlier, to the type of the weight that it sees: the stored type until the unit first gathers its
-    weight, then the computation's type. The first pass after a restart would round the output of dropout differently.
+    PEFT would cast inputs earlier, to the type that the weight has at that moment: the stored type until the unit first gathers
+    its weight, then the computation's type. So the first pass after a restart would round the output of dropout differently.
     """
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer) and any(
@@ -89,7 +89,7 @@ def shard_with_fsdp2(
 
 @dataclass(frozen=True)
 class Reduction:
-    """The times at which gradients are reduced: fixed for a run, because all ranks and restarts must add in the same order."""
+    """The schedule for reducing gradients. It is fixed for a run, because all ranks and restarts must sum in the same order."""
 
     every_micro_step: bool = True
     keeps_gathered: bool = False
@@ -101,10 +101,10 @@ _latest: WeakKeyDictionary[FSDPModule, tuple[bool, bool]] = WeakKeyDictionary()
 
 
 def reducing(model: nn.Module, reduction: Reduction, *, is_last: bool) -> AbstractContextManager[None]:
-    """A context for one forward and backward pass, after which gradients are reduced only if that is due.
+    """Return a context for one forward and backward pass, after which gradients are reduced only if that is due.
 
-    Parameters that stay gathered between forward and backward stay so until the last pass before an optimizer step changes them,
-    so they are gathered once per step instead of once per pass.
+    With `keeps_gathered`, parameters stay gathered until the last pass before an optimizer step, which changes them. So they are
+    gathered once per step instead of once per pass.
     """
     is_due = reduction.every_micro_step or is_last
     if isinstance(model, FSDPModule):

@@ -1,8 +1,8 @@
 """Computes LoRA's forward pass in the element type of the base, with scaling and sum fused into one product.
 
-PEFT casts the input of each layer to the type of the adapters, multiplies by the scaling, and adds; each takes a separate kernel
-over all tokens. Here the two small factors are cast instead, and the second product adds to the base's output. The trained, saved
-and merged weights stay as they are: float32 if `autocastAdapterDtype` says so.
+PEFT casts the input of each layer to the type of the adapters, multiplies by the scaling, and adds; each of these takes a
+separate kernel over all tokens. Here the two small factors are cast instead, and the second product adds to the base's output.
+The trained, saved and merged weights stay as they are: float32 if `autocastAdapterDtype` says so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fuse_adapters(model: PeftModel, units: Collection[str]) -> int:
     fused = 0
     for name, layer in lora_layers(model).items():
         if _is_plain(layer) and not any(unit.startswith(f"{name}.lora_") for unit in units):
-            # A class, not a function of this layer: compiled code serves all layers of one type, but only one function.
+            # The class is replaced, not this layer's method: compiled code serves all layers of a class, but only one method.
             kind: Any = type(layer)
             layer.__class__ = _fused_class(kind)
             fused += 1
@@ -66,7 +66,7 @@ class _Fused:
     """A mixin for one of PEFT's classes, for layers with one active adapter and nothing merged."""
 
     adds_in_place: bool
-    """Whether to add to the base's output in place; not if bitsandbytes computes it, since PEFT does not do so either."""
+    """Whether to add to the base's output in place; false if bitsandbytes computes that output, as in PEFT."""
 
     def forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Map [..., features in] to [..., features out]."""

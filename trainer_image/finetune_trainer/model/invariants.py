@@ -55,14 +55,14 @@ def _is_to_be_trained(name: str, parameter: nn.Parameter, method: MethodPlan) ->
         if any(mark in parts for mark in LORA_MARKS):
             return FIRST_VALUES not in parts
         return parameter.requires_grad and parts[-1] == "bias" and method.lora.bias is not LoraBias.NONE
-    # PEFT marks the tensors that a method adds by the method's prefix; some of them are frozen on purpose.
+    # PEFT puts the method's prefix into the names of tensors that it adds; some of these tensors are frozen on purpose.
     prefix = PEFT_TYPE_TO_PREFIX_MAPPING[PeftType(METHODS[method.type].peft_type)]
     adds_bias = parts[-1] == "bias" and method.adapter is not None and method.adapter.settings.get("bias", "none") != "none"
     return parameter.requires_grad and (adds_bias or any(part.startswith(prefix) for part in parts))
 
 
 def check_magnitudes(model: nn.Module) -> None:
-    """Refuse rows of zeros, such as that of a padding token: DoRA divides each row of a weight by its norm.
+    """Refuse weight rows of zeros, such as that of a padding token: DoRA divides each row of a weight by the row's norm.
 
     A row that holds only rounding errors of B @ A is also refused. Call this before sharding. Layers that are packed later are
     checked when they are packed (check_norms). Raises ConfigError.
@@ -72,13 +72,13 @@ def check_magnitudes(model: nn.Module) -> None:
             continue
         for adapter, magnitude in layer.lora_magnitude_vector.items():
             factors = None
-            if adapter in layer.lora_A:  # an embedding has none here, and its B does not matter, as A starts at zero
+            if adapter in layer.lora_A:  # an embedding's are elsewhere, and do not matter, as A starts at zero
                 factors = layer.lora_A[adapter].weight.detach(), layer.lora_B[adapter].weight.detach()
             check_norms(name, magnitude.weight.detach().flatten().float(), factors, layer.scaling[adapter])
 
 
 def check_norms(layer: str, norms: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None, scaling: float) -> None:
-    """Check that no row of the sum of a layer's weight and update is zero. norms: of the rows, float32 [rows]; factors: A [r,
+    """Check that no row of the sum of a layer's weight and update is zero. norms: the rows' norms, float32 [rows]; factors: A [r,
     columns] and B [rows, r]; None: the update is zero. Raises ConfigError.
     """
     nothing = norms <= (torch.zeros_like(norms) if factors is None else _rounding_of_product(*factors, scaling))
@@ -97,7 +97,7 @@ def zero_row(layer: str, kind: str, number: int) -> tuple[str, str]:
 
 
 def _rounding_of_product(a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return for each row of `scaling * B @ A` the largest rounding error if it is exactly zero: r * u * |row of B| * |A|.
+    """Return the largest rounding error of each row of `scaling * B @ A` whose exact value is zero: r * u * |row of B| * |A|.
 
     The result is float32 [rows]. Bound: Higham 2002, Accuracy and Stability of Numerical Algorithms, eq. 3.13.
     """
@@ -121,7 +121,7 @@ def check_adapter_bits(plan: RunPlan, stored: torch.dtype) -> None:
 def check_flat_units(model: nn.Module, unit_names: Collection[str], fsdp: FsdpPlan) -> None:
     """Check that the parameters of each unit can be joined into the one flat parameter of FSDP 1. Raises ConfigError.
 
-    Units of integers only are left to the rules, which can refuse them by the manifest alone.
+    Units that hold only integers are left to the rule book, which can refuse them from the manifest alone.
     """
     for unit, parameters in by_unit(held_parameters(model), unit_names).items():
         shown = unit or "the root unit"

@@ -1,6 +1,6 @@
 """Error texts of libraries that this product matches, where the exception's class does not distinguish errors.
 
-If a release changes the wording, a message gets less helpful, but nothing breaks. A test of each text has the library raise it.
+If a release changes the wording, a message gets less helpful, but nothing breaks. A test makes the library raise each text.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def load_config(plan: RunPlan, directory: Path) -> PreTrainedConfig:
     """The configuration of the model as transformers loads it. Raises ModelError."""
     config = stated_config(plan, directory)
     if _has_two_heads(config, directory):
-        # PEFT, and code that builds the model without its files, see only the configuration, so it is untied as well.
+        # PEFT, and code that builds the model without its files, see only the configuration, so the head is untied there as well.
         _untie(config)
     return config
 
@@ -88,9 +88,9 @@ def _has_two_heads(config: PreTrainedConfig, directory: Path) -> bool:
 
 
 def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
-    """Return the attention to request from transformers: the plan's, or eager if we chose that and the architecture lacks it.
+    """Return the attention to request from transformers: the plan's, or eager if we chose the plan's and the model lacks it.
 
-    For varlen, this is the attention that varlen replaces; variable_length.py installs varlen in the trained model.
+    For varlen, this is the attention that varlen will replace; variable_length.py installs varlen in the trained model.
     """
     asked = plan.model.attention
     is_our_choice = asked is Attention.VARLEN or any(choice.field == ATTENTION_FIELD for choice in plan.choices)
@@ -104,7 +104,7 @@ def attention_of(plan: RunPlan, config: PreTrainedConfig) -> str:
 
 
 def stored_dtype(directory: Path) -> torch.dtype:
-    """Return the element type with the most stored bytes, by the headers of the safetensors files. Raises ModelError."""
+    """Return the element type that most of the stored bytes have, according to the safetensors headers. Raises ModelError."""
     try:
         tensors = read_checkpoint(directory).tensors.values()
     except (MergeError, OSError) as error:
@@ -148,18 +148,18 @@ def build_with_lazy_zeros(plan: RunPlan, directory: Path) -> PreTrainedModel:
 
 @contextmanager
 def without_values(*, allow_remote_code: bool) -> Iterator[None]:
-    """Change how the body builds models: parameters go to the meta device and are not initialised, but buffers are computed.
+    """Change how models are built in the body: parameters go to the meta device, uninitialised, but buffers are computed.
 
-    Random first values, which are not needed, would take half of the time. The library's models compute buffers while they are
-    built; remote code might do so where it initialises parameters, which it therefore still does.
+    Random initial values are not needed and would take half of the time. The library's models compute buffers in their
+    constructors; remote code might compute them where it initialises parameters, so its initialisation still runs.
     """
     with init_empty_weights(include_buffers=False), nullcontext() if allow_remote_code else no_init_weights():
         yield
 
 
 def reserve_parameters(model: PreTrainedModel) -> None:
-    """Replace a model's parameters on the meta device by zeros on the CPU, which take no memory until they are written."""
-    # Each assignment to the meta device made a separate parameter while the model was built, so weights are tied again.
+    """Replace a model's parameters on the meta device with zeros on the CPU, which take no memory until they are written."""
+    # While the model was built, each move to the meta device made a separate parameter, so weights are tied again.
     model.tie_weights()
     tied = find_tied_parameters(model)
     for name, parameter in list(model.named_parameters()):
@@ -168,7 +168,7 @@ def reserve_parameters(model: PreTrainedModel) -> None:
 
 
 def lazy_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return zeros that take no memory until they are written: new pages, which an allocator that reuses memory does not give.
+    """Return zeros that take no memory until they are written. They get new pages, because an allocator may reuse memory.
 
     The pages are private, because a shared page takes memory as soon as it is read.
     """
@@ -194,7 +194,7 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
         model, info = AutoModelForCausalLM.from_pretrained(
             directory,
             # load_config decides for all loaders whether two heads are the same. transformers would compare converted values, and
-            # so tie heads that differ only in element type.
+            # so would tie heads that differ only in element type.
             config=config,
             dtype=dtypes.load,
             attn_implementation=attention_of(plan, config),
@@ -222,9 +222,9 @@ def load_base_model(plan: RunPlan, directory: Path, device: torch.device) -> Pre
 
 
 def freeze_as_built(model: nn.Module, built: nn.Module) -> None:
-    """Freeze what the architecture's own code freezes, such as a router's correction bias: transformers loads it as trainable.
+    """Freeze what the architecture's own code freezes, such as a router's correction bias: transformers makes it trainable again.
 
-    `built`: a model of the same architecture, fresh from its class's constructor.
+    `built`: a model of the same architecture as its constructor returns it.
     """
     frozen = frozen_names(built)
     for name, parameter in model.named_parameters():
@@ -238,9 +238,9 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def packed_dtype(plan: RunPlan, dtypes: ModelDtypes) -> torch.dtype:
-    """Return the element type that stores packed 4-bit weights; the default is one with which no cast changes their bytes.
+    """Return the element type in which packed 4-bit weights are stored. The default is a type that no cast converts.
 
-    FSDP 1 flattens them with the other parameters of their unit; FSDP 2 casts everything it gathers to the computation's type.
+    FSDP 1 flattens these weights with others of their unit; FSDP 2 casts everything it gathers to the computation's type.
     """
     quantization, fsdp = plan.method.quantization, plan.parallelism.fsdp
     if quantization is not None and quantization.quant_storage is not None:
@@ -263,7 +263,7 @@ def quantization_config(quantization: QuantizationPlan, model_dtype: torch.dtype
 
 
 def empty_on_meta(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return a meta tensor."""
+    """Return a tensor without values on the meta device."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
@@ -273,7 +273,7 @@ def pack_layers(
     storage: torch.dtype,
     made: Callable[[Sequence[int], torch.dtype], torch.Tensor] = empty_on_meta,
 ) -> None:
-    """Replace the layers that transformers would quantise by 4-bit or 8-bit layers with weights in the shape of packed ones.
+    """Replace the layers that transformers would quantise with 4-bit or 8-bit layers, whose weights have the packed shape.
 
     `made`: creates the tensors of packed weights, whose values are filled in later.
     """

@@ -1,4 +1,4 @@
-"""Loads a base model of which each rank reads only its shards: host memory holds a shard and a block, not the whole model.
+"""Loads a base model so that each rank reads only its shards: host memory holds a shard and a block, not the whole model.
 
 Life of a parameter: zeros that have never been written (such pages take no memory)
     -> sharded like any other, which copies the shard and frees the rest
@@ -49,7 +49,7 @@ BLOCK_BYTES = 16 * 2**20
 
 
 def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, TensorHeader] | None:
-    """Return headers by parameter name; None if a loader must convert, because the files hold different tensors."""
+    """Return headers by parameter name; None if the files hold different tensors, which a loader must convert."""
     if get_model_conversion_mapping(model, add_legacy=False):
         return None
     try:
@@ -68,7 +68,7 @@ def stored_by_name(model: PreTrainedModel, directory: Path) -> Mapping[str, Tens
 
 @dataclass(frozen=True)
 class UnloadedModel:
-    """A base model whose parameters are zeros that have never been written, with the places of their stored values."""
+    """A base model whose parameters are zeros that have never been written, and the places where their values are stored."""
 
     module: PreTrainedModel
     """The model in training mode. Buffers that are computed have their values."""
@@ -77,7 +77,7 @@ class UnloadedModel:
 
 
 def unloaded_base_model(plan: RunPlan, directory: Path, device: torch.device) -> UnloadedModel | None:
-    """Return a model whose shards a rank can load, with 4-bit layers if the plan packs weights; None: load the whole model.
+    """Return a model of which a rank can load only its shards, with 4-bit layers if the plan packs weights; None: load it whole.
 
     `device`: the device for training. Raises ModelError.
     """
@@ -127,10 +127,10 @@ def _has_magnitudes_of_embeddings(model: nn.Module, plan: RunPlan) -> bool:
 
 
 def measure_magnitudes(model: nn.Module, headers: Mapping[str, TensorHeader]) -> None:
-    """DoRA: set each magnitude to the norms of its weight, with one whole weight in memory at a time. Call this before sharding.
+    """Set each DoRA magnitude to the norms of its weight, with one whole weight in memory at a time. Call this before sharding.
 
-    Magnitudes of 4-bit weights are measured when those are packed (model/pack_shards.py). Raises InvariantError for a layer that
-    is not linear.
+    Magnitudes of 4-bit weights are measured when the weights are packed (model/pack_shards.py). Raises InvariantError for a layer
+    that is not linear.
     """
     for name, layer in model.named_modules():
         if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
@@ -168,7 +168,7 @@ def read_token_rows(model: nn.Module, headers: Mapping[str, TensorHeader]) -> No
     Values pass through the embedding's element type, as they do when PEFT reads them from a base that is loaded whole.
     """
     for name, layer in model.named_modules():
-        # A tied output head shares the trained rows of the input embedding, so they are filled once, there.
+        # A tied output head shares the trained rows of the input embedding, so the rows are filled only there.
         if not isinstance(layer, TrainableTokensLayer) or layer.tied_adapter is not None:
             continue
         weight, rows = layer.get_base_layer().weight, layer.trainable_tokens_delta[ADAPTER]

@@ -42,7 +42,7 @@ class MetaDeviceMode(TorchFunctionMode):
 
 @contextmanager
 def on_meta_device() -> Iterator[None]:
-    """Let PEFT build adapters in the body with only names, shapes and element types. Only one thread may do so at a time."""
+    """Make PEFT build adapters in the body with only names, shapes and element types. Only one thread may do so at a time."""
     with MetaDeviceMode(), initialised_by_shape(), torch.device(META):
         yield
 
@@ -53,8 +53,8 @@ def _boft_matrix(_: boft.BOFTLayer, permutation: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def initialised_by_shape() -> Iterator[None]:
-    """Let PEFT build BOFT's tensors in the body from shapes alone. Use this only on the meta device."""
-    # The result is the same for every layer, and each failed search for a compiler takes time.
+    """Make PEFT build BOFT's tensors in the body from shapes alone. Use this only on the meta device."""
+    # Cached, because the result is the same for every layer, and each failed search for a compiler takes time.
     compiled = cache(boft.get_fbd_cuda)
     with ExitStack() as stack:
         for owner, name, by_shape in ((boft.BOFTLayer, "perm2mat", _boft_matrix), (boft, "get_fbd_cuda", compiled)):

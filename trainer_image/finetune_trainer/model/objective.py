@@ -1,8 +1,8 @@
 """The interface between the training loop and an objective.
 
-The loss of an optimizer step is a mean over the terms of its global batch: supervised tokens here, pairs of answers in preference
-tuning. Each forward pass returns the sum of its terms times a common weight, so any split of the batch over ranks and micro-steps
-adds up to the same mean.
+The loss of an optimizer step is a mean over the terms of its global batch: supervised tokens in this product, pairs of answers in
+preference tuning. Each forward pass returns the sum of its terms times a common weight, so any split of the batch over ranks and
+micro-steps adds up to the same mean.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Split(Protocol[Produced_co]):
 
 
 class Objective(Protocol[Read_contra, Batch_contra]):
-    """An objective over batches `Batch_contra` of splits `Read_contra`. It keeps nothing between calls."""
+    """An objective over batches `Batch_contra` of splits `Read_contra`. It keeps no state between calls."""
 
     def install(self, model: nn.Module) -> None:
         """Prepare the model. Called once, between attaching adapters and sharding. Parameters keep their names and values."""
         ...
 
     def num_terms(self, data: Read_contra, sequences: Sequence[int]) -> int:
-        """Return the total number of terms of these sequences in the mean."""
+        """Return how many terms of the mean these sequences contribute."""
         ...
 
     def size(self, batch: Batch_contra) -> BatchSize:

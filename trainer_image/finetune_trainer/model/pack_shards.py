@@ -1,10 +1,10 @@
-"""Packs a 4-bit base of which each rank keeps a shard: one rank packs each weight for all ranks.
+"""Packs a 4-bit base model that is sharded over ranks: each weight is packed by one rank for all ranks.
 
-bitsandbytes 0.50 packs blocks of 64 consecutive values, whatever rows they are in. Double quantisation subtracts the mean of all
-scales of a weight and packs scales in blocks of 256. So codes can be computed piece by piece, but scales only for a whole weight:
-a rank that packed only its shard would get other scales. Ranks therefore take turns: each packs one weight of a group and sends
-codes and scales to the others, which keep all scales and their shard of the codes (decision 0014). With DoRA it also sends the
-norms of the rows of the unpacked weight, which are the first magnitudes.
+bitsandbytes 0.50 packs blocks of 64 consecutive values, which may span rows. Double quantisation subtracts the mean of all scales
+of a weight and packs scales in blocks of 256. So codes can be computed piece by piece, but scales only for a whole weight: a rank
+that packed only its shard would get other scales. Ranks therefore take turns: each packs one weight of a group and sends codes
+and scales to the others, which keep all scales and their shard of the codes (decision 0014). With DoRA, it also sends the row
+norms of the unpacked weight, which are the initial magnitudes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from finetune_trainer.ranks.gang import Gang
 from finetune_trainer.weights.headers import TensorHeader
 
 PIECE_VALUES = 1 << 21
-"""Number of values read and packed at a time, a multiple of the block size. On a CPU, packing takes about 25 bytes a value."""
+"""Number of values read and packed at a time, a multiple of the block size. On a CPU, packing takes about 25 bytes per value."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _open_magnitude(name: str, modules: Mapping[str, nn.Module], attached: torch
     if not isinstance(layer, LoraLayer) or ADAPTER not in layer.lora_magnitude_vector:
         return None
     a, b = (factor[ADAPTER].weight.detach() for factor in (layer.lora_A, layer.lora_B))
-    # Copies: sharding frees or cuts the originals.
+    # Copied, because sharding frees or cuts the original tensors.
     return OpenMagnitude(name, a.to(attached, copy=True), b.to(attached, copy=True), layer.scaling[ADAPTER])
 
 
@@ -117,7 +117,7 @@ def fill_packed(layers: Mapping[str, PackedLayer], pieces: Sequence[ParameterRan
             piece.parameter_values().copy_(weight.norms[piece.start : piece.stop])
         piece = own[name]
         if piece.stop > piece.start:
-            # Copied as bytes: some are no valid numbers in the storage's element type, and a copy may change such numbers.
+            # Copied as bytes: some codes are not valid numbers in the storage's element type, and a copy may change such numbers.
             shard = piece.parameter_values().view(torch.uint8)
             start = piece.start * piece.holder.dtype.itemsize
             shard.copy_(weight.codes[start : start + len(shard)])

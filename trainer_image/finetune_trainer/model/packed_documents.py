@@ -1,9 +1,9 @@
-"""Makes attention masks and rotary positions by document, for models that would not separate packed documents by themselves.
+"""Makes attention masks and rotary positions per document, for models that would not separate packed documents by themselves.
 
-Masks are for code that passes no positions when it makes masks. Rotary positions are for models whose frequencies depend on the
-length: one of two sets (longrope: Phi 3 to 4, Phi 3.5 MoE), or a set for each length (dynamic). They are chosen for each
-document. A model's other masks stay as they are; preflight measures whether documents are separate (preflight/small_model.py).
-Padding has positions like a document of its own.
+Masks are for model code that passes no positions when it makes masks. Rotary positions are for models whose frequencies depend on
+the length: one of two sets (longrope: Phi 3 to 4, Phi 3.5 MoE), or a set for each length (dynamic). Here the set is chosen for
+each document. A model's other masks stay as they are; preflight measures whether documents are separate
+(preflight/small_model.py). Padding has positions as if it were a document.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POSITIONS: ContextVar[torch.Tensor | None] = ContextVar("positions", default=No
 
 
 def install_document_masks(model: nn.Module) -> None:
-    """Let the code of this model's classes create masks through this module. Calling this again changes nothing."""
+    """Make the code of this model's classes create masks through this module. Calling this again changes nothing."""
     modules = {base.__module__ for kind in {type(module) for module in model.modules()} for base in kind.__mro__}
     for space in (vars(sys.modules[name]) for name in modules):
         for name in _MAKERS:
@@ -35,8 +35,8 @@ def install_document_masks(model: nn.Module) -> None:
 
 
 def leave_padding_unchecked(model: nn.Module) -> None:
-    """Disable the library's search for padding in batches without a mask: at each call the host would wait for the device, for a
-    warning that is wrong for packed documents. Calling this again changes nothing.
+    """Disable the library's search for padding in batches without a mask: in each call the host would wait for the device, only
+    for a warning that is wrong for packed documents. Calling this again changes nothing.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -44,12 +44,12 @@ def leave_padding_unchecked(model: nn.Module) -> None:
 
 
 def _unchecked(_input_ids: torch.Tensor, _attention_mask: torch.Tensor | None) -> None:
-    """Replace `PreTrainedModel.warn_if_padding_and_no_attention_mask`."""
+    """Do nothing, in place of `PreTrainedModel.warn_if_padding_and_no_attention_mask`."""
 
 
 @contextmanager
 def documents_apart(positions: torch.Tensor) -> Iterator[None]:
-    """Separate documents in calls of a prepared model in the body. `positions` [B, T]: position of each token in its document."""
+    """Keep documents apart when the body calls a prepared model. `positions` [B, T]: position of each token in its document."""
     token = _POSITIONS.set(positions)
     try:
         yield
@@ -71,13 +71,13 @@ def _with_positions(make: Callable[..., Any]) -> Callable[..., Any]:
 def _rounds_positions(config: Any) -> bool:
     """Whether positions are rounded to the computation's type, as in the ALiBi of Bloom and Falcon.
 
-    Positions late in a sequence would be coarser than in a document alone: bfloat16 has no number between 1024 and 1032.
+    Positions late in a sequence would be coarser than in a document on its own: bfloat16 has no number between 1024 and 1032.
     """
     return config.model_type == "bloom" or bool(getattr(config, "alibi", False))
 
 
 def install_rope_by_document(model: nn.Module) -> None:
-    """Let a model whose frequencies depend on the length choose them for each document. Calling this again changes nothing."""
+    """Make a model whose frequencies depend on the length choose them for each document. Calling this again changes nothing."""
     for module in model.modules():
         ropes = getattr(getattr(module, "config", None), "rope_parameters", None)
         kinds = getattr(module, "rope_type", None)
@@ -112,7 +112,7 @@ class _ByDocument:
         return _chosen(is_long, long, short)
 
     def _by_length(self, x: torch.Tensor, position_ids: torch.Tensor, named: dict[str, str]) -> tuple[torch.Tensor, ...]:
-        """Rotate each document as if it was alone: above the original length, each length has its own frequencies."""
+        """Rotate each document as if it were alone: above the original length, each length has its own frequencies."""
         original = int(self._module.original_max_seq_len)
         lengths = document_lengths(position_ids)
         self._forget_lengths(named)
@@ -125,7 +125,7 @@ class _ByDocument:
         return rotation
 
     def _forget_lengths(self, named: dict[str, str]) -> None:
-        """Let the library compute frequencies again: it keeps the longest sequence's frequencies for shorter sequences."""
+        """Make the library compute frequencies again; otherwise it uses the longest sequence's frequencies for shorter ones."""
         prefix = f"{named['layer_type']}_" if named else ""
         setattr(self._module, f"{prefix}max_seq_len_cached", self._module.original_max_seq_len)
         original = getattr(self._module, f"{prefix}original_inv_freq")

@@ -1,10 +1,10 @@
-"""Fixes three faults of bitsandbytes 0.50's packed layers, which give wrong numbers in training without an error.
+"""Fixes three faults of bitsandbytes 0.50's packed layers, which silently give wrong numbers in training.
 
-First, a layer permanently casts its bias to the element type of its input, in new memory: sharding gathers a trained bias into
-other memory, so the layer's bias is never updated. Second, on a CPU, a forward pass of a 4-bit layer without gradients in
-evaluation mode permanently repacks the weights for a faster kernel, and later training unpacks them as if they had not changed.
-Third, the CPU kernel that unpacks weights (AVX-512) starts a block of 64 values at each row, although blocks continue across
-rows: its result is wrong if 64 does not divide the width of a row.
+First, a layer permanently replaces its bias with a copy in the element type of its input: sharding gathers a trained bias into
+other memory, so this copy is never updated. Second, on a CPU, a forward pass of a 4-bit layer without gradients in evaluation
+mode permanently repacks the weights for a faster kernel, and later training unpacks them as if they had not changed. Third, the
+CPU kernel that unpacks weights (AVX-512) starts a block of 64 values at each row, although blocks continue across rows: its
+result is wrong if 64 does not divide the width of a row.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _WithCastBias:
         self._module, self._forward = module, forward
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        # This dictionary also accepts a plain tensor, as a cast gives. A parameter flattened by FSDP 1 is an ordinary attribute.
+        # This dictionary also accepts plain tensors, as casts return. A parameter flattened by FSDP 1 is an ordinary attribute.
         parameters: dict[str, Any] = self._module._parameters  # noqa: SLF001
         place = parameters if "bias" in parameters else self._module.__dict__
         bias = place["bias"]
@@ -61,7 +61,7 @@ class _WithCastBias:
 
 
 def fix_cpu_unpacking(model: nn.Module) -> None:
-    """Have the 4-bit layers of `model`, which is on a CPU, keep their weights unchanged and unpack them correctly."""
+    """Make the 4-bit layers of `model`, which is on a CPU, keep their weights unchanged and unpack them correctly."""
     from bitsandbytes.nn import Linear4bit
 
     for module in model.modules():
@@ -72,13 +72,13 @@ def fix_cpu_unpacking(model: nn.Module) -> None:
 
 @cache
 def _unpack_across_rows() -> torch.library.Library:
-    """Wrap bitsandbytes' kernel. The returned library must outlive all uses, because torch drops our kernel with it."""
+    """Wrap bitsandbytes' kernel. The returned library must outlive all uses, because torch removes our kernel with it."""
     kernel = torch.library.get_kernel(f"bitsandbytes::{_UNPACK}", "CPU")
 
     def unpack(  # noqa: PLR0917 - as torch calls it
         keys: Any, packed: torch.Tensor, absmax: torch.Tensor, blocksize: int, code: str, shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        # The kernel starts a block with each row. Passed as a single row, the values have only one such start.
+        # The kernel starts a new block at each row. Passing all values as a single row keeps the blocks as they were packed.
         rows = shape if shape[-1] % blocksize == 0 else [math.prod(shape)]
         unpacked: torch.Tensor = kernel.call_boxed(keys, packed, absmax, blocksize, code, rows, dtype)
         return unpacked.view(shape)

@@ -1,7 +1,7 @@
 """`python -m finetune_trainer.model.settings_table > operator/finetune_job/peft_settings.py`: the settings of the locked PEFT.
 
-The rule book and the command line cannot import PEFT, so this file lists names and types that its configuration classes declare.
-A test compares the file with this module.
+The rule book and the command line cannot import PEFT, so the generated file lists the names and types that PEFT's configuration
+classes declare. A test compares the file with this module.
 """
 
 from __future__ import annotations

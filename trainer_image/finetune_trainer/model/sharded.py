@@ -67,7 +67,7 @@ class TrainedModel:
 
 @dataclass
 class Draft:
-    """A model while it is built. The steps read and change it in order."""
+    """A model under construction. The build steps read and change it, one after another."""
 
     plan: RunPlan
     base_model: Path
@@ -82,7 +82,7 @@ class Draft:
     base: PreTrainedModel = field(init=False)
     module: nn.Module = field(init=False)
     frozen: frozenset[str] = frozenset()
-    """Parameters of the base that full training does not train. With adapters, all of the base is frozen."""
+    """Parameters of the base that full training leaves frozen. With adapters, all of the base is frozen."""
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     fixed: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: dict[str, PackedLayer] = field(default_factory=dict)
@@ -206,14 +206,14 @@ STEPS = (
     BuildStep("name frozen parameters", _name_frozen, lambda draft: not draft.plan.method.trains_adapter),
     BuildStep("attach adapters", _attach, lambda draft: draft.plan.method.trains_adapter),
     BuildStep("fuse adapters", _fuse, lambda draft: draft.plan.method.is_fused),
-    # After PEFT: otherwise transformers would request gradients of the embeddings' output.
+    # After attaching adapters, because otherwise transformers would request gradients of the embeddings' output.
     BuildStep("checkpoint activations", _checkpoint_activations),
     BuildStep("read small tensors", _read_small_tensors, _is_read_in_shards),
     BuildStep("start from first values", _start_from_first_values, _has_first_values),
     BuildStep("install attention", _install_attention, lambda draft: draft.plan.model.attention is Attention.VARLEN),
     BuildStep("install objective", lambda draft: draft.objective.install(draft.module)),
     BuildStep("check", _check),
-    # Sharding frees or cuts the originals.
+    # Sharding frees or cuts the original tensors, so this must come first.
     BuildStep("keep fixed tensors", _keep_fixed, lambda draft: draft.gang.is_first),
     BuildStep("cast embeddings", _cast_embeddings, lambda draft: draft.casts.by_fsdp is None),
     BuildStep("compile", _compile, lambda draft: draft.plan.training.compile),
@@ -260,7 +260,7 @@ def build(
 
 
 def _install_varlen(base: PreTrainedModel, plan: RunPlan, gang: Gang, computed: torch.dtype) -> None:
-    """Install varlen on all ranks, or, if it was our choice and the device of any rank cannot compute it, on none."""
+    """Install varlen on all ranks, or on none if it was our choice and the device of any rank does not support it."""
     problems = gang.gather(variable_length.device_problem(gang.device, computed), str)
     problem = next(filter(None, problems), "")
     if not problem:
@@ -281,7 +281,7 @@ def _shard(model: nn.Module, fsdp: FsdpPlan, dtypes: ModelDtypes, gang: Gang, wh
 
 
 def _fixed(model: nn.Module, frozen: Collection[str], headers: Mapping[str, TensorHeader]) -> dict[str, torch.Tensor]:
-    """Copy what is saved but not trained, because sharding frees or cuts the originals. Returns tensors by stored name."""
+    """Copy what is saved but not trained, because sharding frees or cuts the original tensors. Returns tensors by stored name."""
     if isinstance(model, PeftModel):
         return {name: tensor.cpu().clone() for name, tensor in fixed_tensors(model).items()}
     return {name: _whole(model.get_parameter(name), headers[name] if headers else None) for name in sorted(frozen)}

@@ -1,8 +1,8 @@
 """Computes attention over packed documents without a mask: registers torch's variable-length kernels with transformers.
 
-transformers creates no mask for an attention that it does not know. It passes the bounds of documents, which the model's caller
-gives, to every layer, also to layers that are recomputed in the backward pass. For CPUs torch has no such kernel, so the same
-call computes one document at a time, and everything else is the same.
+transformers creates no mask for an attention that it does not know. The model's caller passes the bounds of documents, and
+transformers hands them to every layer, also when a layer is recomputed in the backward pass. torch has no such kernel for CPUs,
+where the same call therefore computes one document at a time; everything else is the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNKNOWN = {
 
 
 def install(model: PreTrainedModel) -> None:
-    """Let the model's layers use this attention. Raises ConfigError if the model's code does not look up attention by name."""
+    """Make the model's layers use this attention. Raises ConfigError if the model's code does not look up attention by name."""
     AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
     if not is_installed(model):
@@ -70,7 +70,7 @@ def device_problem(device: torch.device, computed: torch.dtype) -> str:
 
 
 def document_bounds(positions: torch.Tensor, device: torch.device) -> dict[str, Any]:
-    """Return the arguments for calling a model with this attention. `positions` [B, T]: on the CPU, to not wait for a device.
+    """Return the arguments for calling a model with this attention. `positions` [B, T] must be on the CPU, to avoid a wait.
 
     Padding after the last document of a row counts as a document, as with a mask.
     """
@@ -117,7 +117,7 @@ def attend(  # noqa: PLR0917 - transformers passes them in this way
     rows, _, length, _ = query.shape
     kind = query.device.type
     computed = torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else value.dtype
-    # A projection's output has heads after tokens in memory, so this moves no values.
+    # In memory, a projection's output has tokens before heads, so these transposes copy nothing.
     queries, keys, values = (tensor.transpose(1, 2).flatten(0, 1).to(computed) for tensor in (query, key, value))
     window = -1 if sliding_window is None or sliding_window >= max_length_q else sliding_window - 1
     result = _kernel(kind)(
@@ -175,7 +175,7 @@ def by_document(  # noqa: PLR0917 - as torch's
 
 
 def _window(length: int, left: int, device: torch.device) -> torch.Tensor | None:
-    """Return the mask of which token sees which, [length, length]; None: each token sees itself and all before it."""
+    """Return the attention mask [length, length]; None if each token sees itself and all earlier tokens."""
     if left < 0 or length <= left + 1:
         return None
     ones = torch.ones(length, length, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""Choose the modules of a model that become FSDP units."""
+"""Chooses the modules of a model that become FSDP units."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from finetune_trainer.weights.rounding import dtype_name
 def layer_classes(model: nn.Module, given: Collection[str] | None) -> tuple[str, ...]:
     """Return the names of the layer classes to wrap, sorted.
 
-    `given`: the plan's names, each of which must exist in the model; None: those `_no_split_modules` that it contains, or else
-    the class of the first element of its longest ModuleList. Raises ConfigError.
+    `given`: the plan's names, each of which must exist in the model; None: the model's `_no_split_modules` that occur in it, or
+    else the class of the first element of its longest ModuleList. Raises ConfigError.
     """
     present = {type(module).__name__ for module in model.modules()}
     if given is not None:
@@ -85,7 +85,7 @@ def held_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> list[
 
 
 def bound_modules(model: nn.Module) -> dict[str, str]:
-    """Return modules that cannot be units -> the reason. FSDP gathers a unit's weights when its module is called."""
+    """Return modules that cannot be units -> the reason. FSDP gathers a unit's weights only when its module is called."""
     bound: dict[str, str] = {}
     modules = dict(model.named_modules())
     for name, module in modules.items():
@@ -103,7 +103,7 @@ def _below(name: str, modules: Iterable[str]) -> list[str]:
 
 
 def _sharing(model: nn.Module) -> dict[str, str]:
-    """Return modules that share a parameter with a module outside -> the reason they cannot be units: only one can hold it."""
+    """Return modules that share a parameter with an outside module -> why they cannot be units: only one unit can hold it."""
     places: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(id(parameter), []).append(name)
