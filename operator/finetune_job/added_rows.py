@@ -1,4 +1,4 @@
-"""The rows of added tokens that a method trains; used by the trainer, which knows their ids, and by the memory planner."""
+"""Makes a method train the rows of added tokens. Used by the trainer, which knows the token ids, and by the memory planner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from finetune_job.plan.method_plan import LoraPlan, MethodPlan
 
 @dataclass(frozen=True)
 class AddedRows:
-    """The rows of added tokens in the embeddings and in the output head."""
+    """The added tokens, and the modules that have a row for each of them: the embedding and the output head."""
 
     ids: tuple[int, ...]
     embedding: str
-    """Last name in the path of the embeddings' module."""
+    """Last component of the embedding's module path."""
     head: str
-    """Last name in the path of the output head's module."""
+    """Last component of the output head's module path."""
     has_separate_head: bool
-    """Whether the head has its own rows instead of those of the embeddings."""
+    """Whether the output head has its own weights rather than sharing those of the embedding."""
 
 
 def with_added_rows_trained(method: MethodPlan, added: AddedRows) -> MethodPlan:
-    """Return the method that trains these rows of embeddings and output head, unless something else trains them."""
+    """Return the method, changed so that it also trains these rows of the embedding and output head, unless it already does."""
     if method.lora is not None:
         return method.model_copy(update={"lora": method.lora.model_copy(update=_rows_of_lora(method.lora, added))})
     if method.adapter is None or method.type is not MethodType.TRAINABLE_TOKENS:
@@ -37,10 +37,10 @@ def with_added_rows_trained(method: MethodPlan, added: AddedRows) -> MethodPlan:
 
 
 def _rows_of_lora(lora: LoraPlan, added: AddedRows) -> dict[str, Any]:
-    """Return the settings that train rows: PEFT cannot train rows of a module that it adapts or trains whole."""
+    """Return the LoRA settings that train the rows. PEFT cannot train single rows of a module that it adapts or trains whole."""
     taken = {name.rpartition(".")[2] for name in (*lora.modules_to_save, *lora.target_modules)}
     of_embedding = lora.trainable_token_indices
-    # If the head shares the embedding's values, PEFT trains its rows together with the embedding's.
+    # If the head shares the embedding's weights, PEFT trains the rows of both together.
     together = {added.embedding} if added.has_separate_head else {added.embedding, added.head}
     if taken.isdisjoint(together):
         of_embedding = tuple(sorted({*of_embedding, *added.ids}))

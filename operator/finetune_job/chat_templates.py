@@ -1,8 +1,8 @@
 """Chat templates that a manifest may name, written from the public descriptions of their formats.
 
-They are for base models, which have no template. Each ends a turn with a special token of its family, and asks for an answer with
-the text that precedes an answer. The plan holds the text, so a later release changes no run. Users who need tools should
-take the template of a model that was trained for tools.
+They are for base models, which have no template. Each template ends a turn with a special token of its model family, and prompts
+for an answer with the text that precedes answers. The plan stores the template's text, so a later release does not change any
+run. Users who need tool calls should use the template of a model that was trained for tools.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SYSTEM_FIRST = (
     "{% if messages[0]['role'] == 'system' %}{% set lead = messages[0]['content'] | trim + '\n\n' %}"
     "{% set turns = messages[1:] %}{% else %}{% set lead = '' %}{% set turns = messages %}{% endif %}"
 )
-"""Prefix for formats without a system turn: it puts the system text before the first question."""
+"""Prefix for formats without a system turn: it moves the system text to the start of the first question."""
 _GEMMA = (
     "{{ bos_token }}" + _SYSTEM_FIRST + "{% for message in turns %}"
     "{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n'"
@@ -42,7 +42,7 @@ _PLAIN = (
 )
 
 TEMPLATES: Mapping[str, str] = {"ChatML": _CHATML, "Gemma": _GEMMA, "Llama3": _LLAMA3, "Mistral": _MISTRAL, "Plain": _PLAIN}
-"""Name -> template. Plain writes words instead of special tokens, except for the end-of-text token, which every model knows."""
+"""Name -> template. Plain uses words instead of special tokens, except for the end-of-text token, which every model has."""
 TEMPLATE_FORMS: Mapping[str, str] = {
     "ChatML": "turns between <|im_start|> and <|im_end|>, as Qwen and many others have them.",
     "Gemma": "turns between <start_of_turn> and <end_of_turn>.",
@@ -50,15 +50,15 @@ TEMPLATE_FORMS: Mapping[str, str] = {
     "Mistral": "questions between [INST] and [/INST].",
     "Plain": "words instead of special tokens, for tokenizers that have none of the others'.",
 }
-"""Name -> format that the template writes."""
+"""Name -> description of the format that the template produces."""
 ENDS: Mapping[str, str] = {"ChatML": "<|im_end|>", "Gemma": "<end_of_turn>", "Llama3": "<|eot_id|>", "Mistral": "[/INST]"}
-"""Name -> special token that only tokenizers for this format have."""
+"""Name -> special token that identifies tokenizers for this format."""
 JINJA = ("{{", "{%")
-"""Marks of Jinja, of which every template contains one; a string without them is taken for a template's name."""
+"""Jinja delimiters. Every template contains at least one; a string without any is treated as the name of a template."""
 
 
 def name_of(template: str | None) -> str | None:
-    """Return the name of a built-in template; None for any other template."""
+    """Return the name of the built-in template with this text; None if it is not built in."""
     return next((name for name, text in TEMPLATES.items() if text == template), None)
 
 

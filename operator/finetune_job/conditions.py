@@ -1,4 +1,4 @@
-"""Conditions, and the phase derived from them: one word for `kubectl get`, which no program depends on.
+"""Conditions, and the phase derived from them: a one-word summary for `kubectl get`, on which no program depends.
 
 `lastTransitionTime` changes only if the status of a condition changes.
 """
@@ -27,7 +27,7 @@ _RESTARTING = (Reason.RESTARTING, Reason.RESIZING, Reason.BACKING_OFF, Reason.BL
 
 
 def find_condition(conditions: Sequence[Condition], kind: ConditionType) -> Condition | None:
-    """Return the condition of a type; None if it is missing."""
+    """Return the condition of this type; None if there is none."""
     for condition in conditions:
         if condition.type is kind:
             return condition
@@ -80,7 +80,7 @@ def initial_conditions(*, generation: int, now: str) -> list[Condition]:
 
 
 def job_phase(conditions: Sequence[Condition]) -> Phase:
-    """Return the phase of a job: how it ended, what holds it up, or the first stage that is not done."""
+    """Return the phase of a job: its outcome, what is holding it up, or the first stage that is not done."""
     succeeded = find_condition(conditions, ConditionType.SUCCEEDED)
     if is_condition_true(conditions, ConditionType.FINISHED) and succeeded is not None:
         if succeeded.status == "True":

@@ -1,7 +1,7 @@
 """The CustomResourceDefinitions, generated from the API models.
 
-pydantic's JSON schema is rewritten into a structural schema. The rewrite raises an error for every unknown keyword, so a new
-kind of constraint is either translated or noticed. `python -m finetune_job.crd DIR` writes the files.
+pydantic's JSON schema is rewritten into a structural schema. The rewrite raises an error for every unknown keyword, so no new
+kind of constraint is lost silently. `python -m finetune_job.crd DIR` writes the files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DROPPED = {"title"}
 MUTABLE_FIELD = "run"
 """The only part of the spec that may change after the start."""
 FROZEN_FIELDS_OF_RUN = ("queueName", "priorityClassName")
-"""Fields of `run` that cannot change after the start either, because the plan contains them."""
+"""Fields of `run` that, as an exception, cannot change after the start, because the frozen plan contains them."""
 
 
 KEY_LENGTH = f"{INVALID_FIELD}: the length of keys is bounded"
@@ -52,7 +52,7 @@ def structural_schema(model: type[BaseModel]) -> Schema:
     for each in _models_in(model, {}).values():
         node = document if each is model else definitions.get(each.__name__)
         if node is None:
-            continue  # a field that is left out of the schema
+            continue  # only used in a field that the schema leaves out
         for name, meaning in field_docs(each).items():
             if name in node["properties"]:
                 node["properties"][name]["description"] = meaning
@@ -107,7 +107,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
             if isinstance(value, dict):
                 result["additionalProperties"] = _rewrite(value, definitions, f"{path}{{}}")
             elif value is True and "maxProperties" in node:
-                # Allowed only if the number of fields is bounded; the model's validators check their content.
+                # Allowed only if the number of fields is bounded; the pydantic validators check the content.
                 result["x-kubernetes-preserve-unknown-fields"] = True
             elif value is not False:
                 raise UnknownKeywordError(f"{path}: free-form objects need a maximum number of fields")
@@ -118,7 +118,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
         else:
             raise UnknownKeywordError(f"{path}: no translation for the JSON schema keyword {key!r}")
     if "properties" in result and isinstance(result.get("default"), dict):
-        # Write the whole default, not only what differs from the fields' defaults: conditions are evaluated on exactly this.
+        # Write every field of the default, even those equal to their own defaults: CEL conditions see exactly what is written.
         result["default"] = _without_nulls(result["default"])
     if isinstance(result.get("description"), str):
         result["description"] = " ".join(result["description"].split())
@@ -126,7 +126,7 @@ def _rewrite(node: Schema, definitions: dict[str, Schema], path: str) -> Schema:
 
 
 def _bounded_keys(names: Schema, path: str) -> Schema:
-    """Return the CEL rule that bounds the length of keys, because a structural schema has no `propertyNames`."""
+    """Return a CEL rule that limits the length of keys, because structural schemas do not support `propertyNames`."""
     if not {"maxLength"} <= set(names) <= {"minLength", "maxLength"}:
         raise UnknownKeywordError(f"{path}: keys of a map have a maximum length, perhaps a minimum length, and nothing else")
     least, most = names.get("minLength", 0), names["maxLength"]
@@ -135,7 +135,7 @@ def _bounded_keys(names: Schema, path: str) -> Schema:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return the default of an object as a manifest would have it: unset fields are left out."""
+    """Return an object's default as it would appear in a manifest: without unset fields."""
     if not isinstance(value, dict):
         return value
     return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
@@ -162,7 +162,7 @@ def _node(schema: Schema, path: str) -> Schema:
 
 
 def _freeze_rules(spec: Schema) -> list[dict[str, str]]:
-    """Return CEL for the root, the only place that sees both status and spec. Optional chaining would exceed the cost limit."""
+    """Return CEL rules for the root, where both status and spec are visible. Optional chaining would exceed the cost limit."""
     started = "!has(oldSelf.status) || !has(oldSelf.status.startTime)"
     frozen = [name for name in spec["properties"] if name != MUTABLE_FIELD]
     frozen += [f"{MUTABLE_FIELD}.{name}" for name in FROZEN_FIELDS_OF_RUN]
@@ -244,7 +244,7 @@ def _status_schema(model: type[BaseModel]) -> Schema:
 
 
 def _without_defaults(node: Schema) -> None:
-    """Remove all defaults: only the operator writes the status, and the API server would add them on every read."""
+    """Remove all defaults from the status: the API server would fill them in on every read, but only the operator writes it."""
     node.pop("default", None)
     for child in node.get("properties", {}).values():
         _without_defaults(child)

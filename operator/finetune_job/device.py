@@ -1,4 +1,4 @@
-"""The devices on which the ranks of a job compute, and a warning if a large model is to train without a GPU."""
+"""Describes the devices on which the ranks of a job compute, and warns if a large model would be trained without a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from finetune_job.plan.run_plan import RunPlan
 
 LARGE_ON_CPU = "large-model-on-cpu"
 LARGE_PARAMETERS = 1_000_000_000
-"""Number of parameters at which a step on CPU cores begins to take minutes, and a run days."""
+"""Number of parameters from which a training step on CPU cores takes minutes, and a run takes days."""
 _SIZE_IN_NAME = re.compile(r"(?<![A-Za-z0-9.])(?:(\d{1,3})x)?(\d{1,4}(?:\.\d{1,3})?)[bB](?![A-Za-z0-9])")
 
 
 def device_text(plan: RunPlan, device: str | None = None) -> str:
-    """Describe ranks and devices in words. device: name of the device if no profile names one; None if it is unknown."""
+    """Describe ranks and devices in words. device: name of the device to use without a profile; None if it is unknown."""
     ranks, placement = plan.parallelism.world_size, plan.placement
     count = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if placement is None and device is not None:
@@ -32,7 +32,7 @@ def device_text(plan: RunPlan, device: str | None = None) -> str:
 
 
 def product_of(plan: RunPlan) -> str | None:
-    """Return the name of this run's devices: the profile's gpu.product, or the label in the training pods' node selector."""
+    """Return the name of this run's GPUs, from the profile's gpu.product or the GPU label in the training pods' node selector."""
     placement = plan.placement
     if placement is None or placement.gpu_resource_name is None:
         return None

@@ -1,4 +1,4 @@
-"""Failure classes, the exit codes that carry them, and the report a container leaves as its termination message.
+"""Failure classes, the exit codes that represent them, and the report that a container leaves as its termination message.
 
 The trainer raises and exits with these; the operator reads them back. The operator's restart policy alone decides which failures
 are retried.
@@ -19,7 +19,7 @@ class FailureClass(StrEnum):
     """Why a container ended without success."""
 
     USER_CONFIG = "UserConfig"
-    """A setting cannot work; the message says which and what to write instead."""
+    """A setting cannot work; the message says which one, and what to write instead."""
     USER_DATA = "UserData"
     """The data set is missing, empty or malformed."""
     USER_MODEL = "UserModel"
@@ -27,11 +27,11 @@ class FailureClass(StrEnum):
     NON_FINITE = "NonFinite"
     """The loss or the gradient norm became NaN or infinite."""
     DEVICE_OUT_OF_MEMORY = "DeviceOutOfMemory"
-    """A GPU has less memory than a rank asked for."""
+    """A rank ran out of GPU memory."""
     DEVICE_FAULT = "DeviceFault"
-    """A GPU computes wrong results or reports a fault of its own, such as memory errors that it could not correct."""
+    """A GPU computes wrong results or reports a hardware fault, such as uncorrectable memory errors."""
     HOST_OUT_OF_MEMORY = "HostOutOfMemory"
-    """A pod's own memory ran out, and the kernel killed one of its processes."""
+    """A pod exceeded its memory, and the kernel killed one of its processes."""
     DISK_FULL = "DiskFull"
     """A claim or the disk of the node has no space left."""
     COLLECTIVE = "Collective"
@@ -39,15 +39,15 @@ class FailureClass(StrEnum):
     STALLED = "Stalled"
     """A rank stopped making progress; the stacks of all ranks are on the workspace."""
     SOURCE_UNAVAILABLE = "SourceUnavailable"
-    """A hub or an object store did not answer, or answered with something else; trying again may help."""
+    """A hub or an object store did not answer, or gave an unexpected answer; trying again may help."""
     DESTINATION_REFUSED = "DestinationRefused"
     """The destination refused the results: fix the credentials, the name, or what the destination already holds."""
     DESTINATION_UNAVAILABLE = "DestinationUnavailable"
-    """The destination did not answer, or broke off; trying again may help, and continues the upload."""
+    """The destination did not answer, or the connection broke; trying again may help, and resumes the upload."""
     CHECKPOINT_INVALID = "CheckpointInvalid"
     """No intact checkpoint is left from which training could resume."""
     PLAN_MISMATCH = "PlanMismatch"
-    """The plan file does not have the digest that the operator announced."""
+    """The plan file does not have the digest that the operator passed to the container."""
     VERIFICATION_FAILED = "VerificationFailed"
     """The merged model does not behave as base and adapter do."""
     PREEMPTED = "Preempted"
@@ -65,9 +65,9 @@ class FailureClass(StrEnum):
     ADMISSION = "Admission"
     """The API server refused a Job or its pods: a quota, Pod Security, an admission webhook; never an exit code."""
     INTERNAL = "Internal"
-    """Any error without a class of its own."""
+    """Any error that has no class of its own."""
     UNKNOWN = "Unknown"
-    """No evidence was left; never an exit code."""
+    """The container left no evidence of the cause; never an exit code."""
 
 
 USER_FAILURES = frozenset({FailureClass.USER_CONFIG, FailureClass.USER_DATA, FailureClass.USER_MODEL})
@@ -109,17 +109,17 @@ class Outcome(StrEnum):
 
 
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""A number in a container's report, within the limit up to which all readers of JSON keep every digit."""
+"""A number in a container's report, limited to integers that every JSON parser reads exactly."""
 LATEST_TIME = 253_402_300_799.0
-"""The last second of the year 9999, the latest time that Python's dates can hold."""
+"""The last second of the year 9999, the latest time that Python's datetime can represent."""
 
 
 MOST_RESTARTS_IN_POD = 2
-"""Maximum number of times that the ranks of a one-pod gang are restarted in their pod; a further failure suggests a bad pod."""
+"""Maximum number of times that the ranks of a one-pod gang are restarted in their pod; after that, the pod itself is suspect."""
 
 
 class RankRestart(BaseModel):
-    """A restart of the ranks of a one-pod gang in their pod, after a failure of processes only."""
+    """A restart of the ranks of a one-pod gang within their pod, after a failure that only affected processes."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     failure: FailureClass
@@ -132,11 +132,11 @@ class RankRestart(BaseModel):
 
 
 _LEFT_OUT: Any = {"findings": {"__all__": {"changes"}}}
-"""Fields that only the full report has, because the envelope has to be short."""
+"""Fields that only the full report contains, because the termination message has to be short."""
 
 
 class TerminationReport(BaseModel):
-    """The report of a container that ends: written to its termination message and, whole, to the workspace."""
+    """The report of a container that ends: shortened in its termination message, and in full on the workspace."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
     role: str
@@ -158,12 +158,12 @@ class TerminationReport(BaseModel):
     facts: dict[str, str] = Field(default_factory=dict)
     """Small results that the operator copies into status: digests, paths, losses."""
     restarts: list[RankRestart] = Field(default_factory=list)
-    """Restarts of the ranks in their pod, in this attempt."""
+    """Restarts of the ranks within their pod during this attempt."""
     report_path: str = ""
     """Path of the full report, relative to the claim that holds the workspace."""
 
     def envelope(self) -> str:
-        """Return this report as JSON of at most `TERMINATION_LIMIT_BYTES` bytes: drop the last findings first, then cut texts."""
+        """Return this report as JSON within `TERMINATION_LIMIT_BYTES` bytes. To fit, drop the last findings, then cut texts."""
         report = self
         text_limit = 1024
         while True:

@@ -1,6 +1,6 @@
 """The facts about one field of the API: type, default, unit, bounds, meaning, and its effect on GPU and CPU.
 
-All facts except units and effects on devices come from the models, by way of their schema.
+All facts except units and effects on devices come from the schema of the pydantic models.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _UNITS = (
     ("storage", "bytes, as in 100Gi"),
     ("emory", "bytes, as in 80Gi"),
 )
-"""Ending of a field's path -> the unit of its value."""
+"""Suffix of a field's path -> the unit of its value."""
 SAME_ON_BOTH = "the same on GPU and CPU"
 DEVICES = {
     "spec.profile": "a profile with gpu trains on GPUs, any other one on CPU cores",
@@ -61,7 +61,7 @@ DEVICES = {
     "spec.training.compile": "CPU: the image needs a C++ compiler",
     "spec.checkpoint.asynchronous": "GPU: the copy is in pinned memory of the node; CPU: in the same memory as the model",
 }
-"""Path in a FineTuneJob -> the difference between GPU and CPU."""
+"""Path in a FineTuneJob -> how the field's effect differs between GPU and CPU."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class FieldFacts:
     """The facts about one field, named as in manifests."""
 
     kind: str
-    """Kind of the object that has the field."""
+    """The kind of object that has the field."""
     path: str
     """The path, such as `spec.data.datasets[].source`."""
     type: str
@@ -78,7 +78,7 @@ class FieldFacts:
     takes_any_key: bool
     """Whether the manifest chooses the names of the fields below this one, as in a map."""
     default: str
-    """The default as JSON; empty if the field has no default: `meaning` then says what an unset field does."""
+    """The default as JSON; empty if the field has none, in which case `meaning` says what happens if it is unset."""
     is_required: bool
     unit: str
     bounds: str

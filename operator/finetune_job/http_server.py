@@ -1,8 +1,8 @@
 """A small HTTP server for a few GET routes, shared by the operator (probes and metrics) and rank 0 (progress).
 
-Anyone who reaches the port may connect, so everything is bounded: there is one thread with its own event loop, and limits on the
-number of connections, the bytes of a request and the seconds of a connection. A new connection above the limit replaces the
-oldest one, which has had the longest to send its request; so idle connections never keep a probe waiting.
+Anyone who can reach the port may connect, so everything is bounded: there is one thread with its own event loop, and there are
+limits on the number of connections, the size of a request and the duration of a connection. A new connection above the limit
+replaces the oldest one, which has had the most time to send its request; so idle connections never keep a probe waiting.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from http import HTTPStatus
 from typing import Protocol
 
 CONNECTIONS = 64
-"""Maximum number of connections that are open at a time."""
+"""Maximum number of connections that are open at the same time."""
 CONNECTION_SECONDS = 5.0
-"""Time limit from accepting a connection to its end."""
+"""Maximum duration of a connection, in seconds."""
 REQUEST_BYTES = 8192
-"""Maximum number of bytes of a request line with its headers."""
+"""Maximum size of the request line and headers together."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of a route."""
+    """The response of a route."""
 
     body: bytes
     content_type: str = "text/plain"
@@ -40,14 +40,14 @@ class ReaderCheck(Protocol):
     """Decides which clients are answered. Both methods are called in the server's thread."""
 
     async def refusal(self, path: str, authorization: str) -> Answer | None:
-        """Return the answer for a client without permission; None if it has it. authorization: the header, empty without one."""
+        """Return the response for a client without permission; None for one with it. authorization: the header, or empty."""
 
     async def close(self) -> None:
-        """Free what the check holds; called when the server ends."""
+        """Release the check's resources; called when the server ends."""
 
 
 class HttpServer:
-    """A server that listens once constructed and answers from `start` to `stop`. Routes run in its thread and should be quick."""
+    """A server that listens once constructed and serves from `start` to `stop`. Routes run in its thread: keep them fast."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class HttpServer:
         gate: ReaderCheck | None = None,
         tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        """Listen. host: empty for all interfaces. port: 0 for any free one. gate: None lets every client read. tls: called for
-        each connection; None for plain HTTP. Raises OSError if it cannot listen.
+        """Listen. host: empty for all interfaces. port: 0 for any free port. gate: None lets every client read. tls: called for
+        each connection; None for plain HTTP. Raises OSError if listening fails.
         """
         self._socket = socket.create_server((host, port), backlog=2 * CONNECTIONS)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
@@ -68,17 +68,17 @@ class HttpServer:
         self._gate = gate
         self._tls = tls
         self._connections: dict[asyncio.StreamWriter, None] = {}
-        """Connections in the order of their arrival."""
+        """Open connections, oldest first."""
         self._loop = asyncio.new_event_loop()
         self._stopping = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start serving requests."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Free the port, cut all connections and end the thread."""
+        """Free the port, close all connections and end the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stopping.set)
             self._thread.join()
@@ -117,7 +117,7 @@ class HttpServer:
     async def _secured(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, context: ssl.SSLContext
     ) -> asyncio.StreamWriter:
-        """Return the connection after its handshake, which is done here because the server would count it only afterwards."""
+        """Return the connection after its TLS handshake. asyncio's own handshake would run before the connection is counted."""
         protocol = writer.transport.get_protocol()
         transport = await self._loop.start_tls(
             writer.transport, protocol, context, server_side=True, ssl_handshake_timeout=CONNECTION_SECONDS
@@ -153,7 +153,7 @@ class HttpServer:
 
 
 def _header(head: bytes, name: bytes) -> str:
-    """Return the value of the first header with this name; empty without one."""
+    """Return the value of the first header with this name; empty if there is none."""
     for line in head.split(b"\r\n")[1:]:
         found, separator, value = line.partition(b":")
         if separator and found.strip().lower() == name:

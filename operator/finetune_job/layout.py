@@ -1,4 +1,4 @@
-"""The paths of files on the workspace and on the output claim, for trainer, operator and command line."""
+"""The paths of files on the workspace and on the output claim, shared by trainer, operator and command line."""
 
 import re
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the name of the directory for the checkpoint after an optimizer step; names sort like steps."""
+    """Return the directory name of the checkpoint that is saved after an optimizer step; names sort in the order of the steps."""
     return f"step-{step:010d}"
 
 
@@ -18,28 +18,28 @@ def checkpoint_step(name: str) -> int | None:
 
 @dataclass(frozen=True)
 class WorkspaceLayout:
-    """Directories of one job under its own folder on the workspace claim."""
+    """Paths within one job's own folder on the workspace claim."""
 
     root: Path
 
     @property
     def sources(self) -> Path:
-        """Files that were fetched from outside the cluster: `model`, `data-<n>`, `validation`; each appears once complete."""
+        """Files fetched from outside the cluster: `model`, `data-<n>`, `validation`; each appears only when it is complete."""
         return self.root / "sources"
 
     @property
     def base_with_tokens(self) -> Path:
-        """The base model with the added tokens: in its tokenizer, and with a row for each in the embeddings."""
+        """The base model with the added tokens in its tokenizer, and a row for each of them in its embeddings."""
         return self.root / "base-with-added-tokens"
 
     @property
     def added_tokens(self) -> Path:
-        """The added tokens with their ids; written once the base model with them is complete."""
+        """The added tokens with their ids; written once `base_with_tokens` is complete."""
         return self.root / "added-tokens.json"
 
     @property
     def accounts(self) -> Path:
-        """The account of each attempt's time, one JSON object per line."""
+        """Records of how each attempt spent its time, one JSON object per line."""
         return self.root / "accounts.jsonl"
 
     @property
@@ -49,12 +49,12 @@ class WorkspaceLayout:
 
     @property
     def model_report(self) -> Path:
-        """Facts that preflight has found about the model: wrap classes, trainable tensors, digests."""
+        """Facts about the model that preflight has found: wrap classes, trainable tensors, digests."""
         return self.root / "preflight.json"
 
     @property
     def first_values(self) -> Path:
-        """Initial values of adapters that start from the base's own weights: computed once, read by all ranks of all attempts."""
+        """Initial values of adapters that are derived from the base weights: computed once, read by all ranks of all attempts."""
         return self.root / "first-values.safetensors"
 
     @property
@@ -64,36 +64,36 @@ class WorkspaceLayout:
 
     @property
     def rank_zero(self) -> Path:
-        """The number of the attempt, and the port on which its rank 0 answers."""
+        """A file with the attempt number and the port on which rank 0 of this attempt serves its progress."""
         return self.root / "observe.json"
 
     @property
     def adapter(self) -> Path:
-        """The trained adapter (or the trained model, for full fine-tuning); it appears only when it is complete."""
+        """The trained adapter, or the trained model for full fine-tuning; it appears only when it is complete."""
         return self.root / "trained"
 
     @property
     def results(self) -> Path:
-        """The results for a destination outside the cluster, laid out as `OutputLayout` says."""
+        """The results for a destination outside the cluster, in the layout of `OutputLayout`."""
         return self.root / "results"
 
     @property
     def publication(self) -> Path:
-        """State that publishing keeps between attempts: unfinished uploads and their finished parts, one JSON object per line."""
+        """State that publishing keeps between attempts: open uploads and their completed parts, one JSON object per line."""
         return self.root / "publication.jsonl"
 
     @property
     def history(self) -> Path:
-        """The history of the training: a line with a JSON object for each optimizer step."""
+        """The training history: one JSON object per line for each optimizer step."""
         return self.root / "history.jsonl"
 
     @property
     def trackers(self) -> Path:
-        """Files of experiment trackers: `tensorboard` always, others by their names."""
+        """Files of experiment trackers, in one directory per tracker; `tensorboard` always exists."""
         return self.root / "trackers"
 
     def reports(self, role: str, attempt: int) -> Path:
-        """Full termination reports of one role and attempt, a file per node rank."""
+        """Full termination reports of one role and attempt, one file per node rank."""
         return self.root / "reports" / f"{role}-{attempt}"
 
     def restarts(self, attempt: int) -> Path:
@@ -101,7 +101,7 @@ class WorkspaceLayout:
         return self.root / "restarts" / f"train-{attempt}.json"
 
     def stacks(self, attempt: int) -> Path:
-        """Stacks of stalled ranks, a file per rank, and the records of the collective library."""
+        """Stack traces of stalled ranks, one file per rank, and the flight records of the collective library."""
         return self.root / "stacks" / f"train-{attempt}"
 
     def logs(self, role: str, attempt: int) -> Path:
@@ -114,11 +114,11 @@ class MergedPaths:
     """Paths of a merged model before and after its verification, and of the verification's reports."""
 
     verified: Path
-    """Path of the model as a result: only a model that has passed has this name."""
+    """Path of the model as a result: only a verified model has this name."""
     report: Path
     """The report as JSON."""
     page: Path
-    """The report for people."""
+    """The report for human readers."""
 
     @property
     def unverified(self) -> Path:
@@ -132,7 +132,7 @@ class MergedPaths:
 
     @property
     def current(self) -> Path:
-        """Path to which a merge writes: the final one if an earlier merge was killed after its model had passed verification."""
+        """Path to which a merge writes: `verified` if an earlier merge was killed after verification, else `unverified`."""
         return self.verified if self.verified.exists() else self.unverified
 
 
@@ -151,7 +151,7 @@ class OutputLayout:
         return self.root / "merged"
 
     def merged_paths(self, reports: Path | None = None) -> MergedPaths:
-        """Return the paths of the merged model. reports: another directory for the verification's report; None: this one."""
+        """Return the paths of the merged model. reports: directory of the verification's reports; None for this directory."""
         place = self if reports is None else OutputLayout(reports)
         return MergedPaths(self.merged, place.verification, place.verification_page)
 
@@ -161,12 +161,12 @@ class OutputLayout:
 
     @property
     def verification_page(self) -> Path:
-        """The verification for people."""
+        """The verification report for human readers."""
         return self.root / "verification.md"
 
     @property
     def report(self) -> Path:
-        """The whole run on one page, for people."""
+        """The report of the whole run on one page, for human readers."""
         return self.root / "report.html"
 
     @property
@@ -185,5 +185,5 @@ class OutputLayout:
 
     @property
     def checksums(self) -> Path:
-        """SHA-256 of every file, in the form that `sha256sum --check` reads; written last of all, so it proves completeness."""
+        """SHA-256 of every file, in the format of `sha256sum --check`. It is written last, so its presence shows completeness."""
         return self.root / "SHA256SUMS"

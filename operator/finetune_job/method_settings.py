@@ -1,7 +1,7 @@
 """Converts `method.settings` of a manifest to the fields of PEFT's configuration class, or reports what is wrong.
 
-Names are PEFT's in camelCase; types are those that the fields of PEFT's class declare (peft_settings.py). A number in a string
-becomes a number if the field takes a fraction, because the spec has no floats. Rules, preflight and trainer all use this module.
+Names are PEFT's field names in camelCase; types are those that PEFT's class declares (peft_settings.py). A numeric string is
+converted if the field is a float, because the spec has no floats. Rules, preflight and trainer all use this module.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from finetune_job.peft_settings import SETTINGS
 
 TARGETS = "targetModules"
 TRAINED_ROWS_SETTING = "tokenIndices"
-"""The setting of TrainableTokens that lists the trained rows."""
+"""The setting of TrainableTokens that lists the rows to train."""
 PATTERNS = ("rankPattern", "alphaPattern")
-"""Mappings whose keys are regular expressions on the end of a name."""
+"""Mappings whose keys are regular expressions that match the end of a module's name."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A field that a method adds to PEFT's common ones."""
+    """A field of a method's PEFT configuration, beyond the fields that all configurations share."""
 
     name: str
     """Name of the setting in `method.settings`, in camelCase."""
@@ -36,7 +36,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class WrongSetting:
-    """A setting that PEFT's configuration does not take."""
+    """A setting that PEFT's configuration does not accept."""
 
     name: str
     """Name of the setting in camelCase, as written."""
@@ -50,7 +50,7 @@ class WrongSetting:
 
 
 def known_settings(method: MethodType) -> dict[str, Setting]:
-    """Return every setting of a method by name; empty for methods without settings."""
+    """Return all settings of a method by name; empty for methods without settings."""
     return {
         name: Setting(name, peft_name, tuple(types.split(" | ")), default)
         for name, (peft_name, types, default) in SETTINGS.get(method.value, {}).items()
@@ -58,7 +58,7 @@ def known_settings(method: MethodType) -> dict[str, Setting]:
 
 
 def peft_fields(method: MethodType, settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[WrongSetting]]:
-    """Return the values by PEFT's field names, ready for its configuration class, and everything that is wrong."""
+    """Return the values by PEFT's field names, ready for its configuration class, and all mistakes in the settings."""
     known = known_settings(method)
     values: dict[str, Any] = {}
     wrong = []
@@ -82,9 +82,9 @@ def peft_fields(method: MethodType, settings: Mapping[str, Any]) -> tuple[dict[s
 
 
 def effective_settings(method: MethodType, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each setting's effective value by name: the written one, with fractions as numbers, or PEFT's default.
+    """Return each setting's effective value by name: the manifest's value, with numeric strings converted, or PEFT's default.
 
-    Settings in which `peft_fields` finds a mistake are returned as written.
+    Settings with a mistake, as `peft_fields` reports it, are returned unchanged.
     """
     known = known_settings(method)
     defaults = {name: setting.default for name, setting in known.items()}
@@ -108,11 +108,11 @@ def _unknown(method: MethodType, name: str, value: Any, known: Mapping[str, Sett
 
 
 _LIKELY = 0.8
-"""Two names with at least this similarity are taken for spellings of the same name."""
+"""Minimum similarity at which an unknown name counts as a misspelling of a known one."""
 
 
 def _with_fractions(value: Any, types: tuple[str, ...]) -> Any:
-    """Convert a string to a number if the field takes a fraction and no text."""
+    """Convert a numeric string to a float if the field accepts floats but not strings."""
     if isinstance(value, str) and "float" in types and "str" not in types and is_decimal(value):
         return float(value)
     return value

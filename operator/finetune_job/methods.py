@@ -1,9 +1,9 @@
-"""The table of fine-tuning methods: the PEFT method of each, the place of its settings, and what this trainer can do with it.
+"""The table of fine-tuning methods: each one's PEFT method, where its settings are, and what this trainer supports.
 
-Rules, plan, trainer and documentation all read this table. Its content was measured with PEFT 0.21.2 in this trainer
+Rules, plan, trainer and documentation all read this table. Its content was tested with PEFT 0.21.2 in this trainer
 (tests/unit/finetune_trainer/model/test_adapters_every_method.py): a supported method lowers the loss, gives every trained
-parameter a gradient, ends on the same weights on any number of ranks, resumes to the same bytes, and writes an adapter that PEFT
-loads with every tensor equal and the same logits. A merge gives every tensor the bits of PEFT's own merge
+parameter a gradient, yields the same weights on any number of ranks, resumes bit for bit, and writes an adapter that PEFT loads
+with equal tensors and equal logits. A merge yields the same bits as PEFT's own merge
 (tests/unit/finetune_trainer/merge/test_non_lora.py).
 """
 
@@ -18,11 +18,11 @@ from finetune_job.api.method import MethodType
 from finetune_job.unsupported_methods import UNSUPPORTED
 
 INSIDE_PEFT = "base_model.model."
-"""Prefix of the names of a base's modules in a model with PEFT's adapters, and in the files of adapters."""
+"""Prefix that PEFT adds to the base's module names, in the wrapped model and in adapter files."""
 
 
 class Family(Enum):
-    """The place of a method's settings in a manifest."""
+    """Where a manifest has the method's settings."""
 
     FULL = "method"
     """Methods without an adapter and without settings."""
@@ -32,7 +32,7 @@ class Family(Enum):
 
 @dataclass(frozen=True)
 class OneRankSetting:
-    """A setting that does not work on several ranks if it is true or above zero."""
+    """A setting that works only on a single rank if it is true or above zero."""
 
     name: str
     """Name of the setting in `method.settings`."""
@@ -41,20 +41,20 @@ class OneRankSetting:
 
 @dataclass(frozen=True)
 class Needs:
-    """Needs of a method beyond those of every adapter."""
+    """Special requirements of a method, beyond those that all adapters share."""
 
     trains_leaves: bool = False
-    """Whether it trains only leaf modules with a weight, which PEFT's wrap policy can put into FSDP units of their own."""
+    """Whether all trained modules are leaves with a weight, which PEFT's wrap policy can put into FSDP units of their own."""
     trains_base_modules: bool = False
-    """Whether it trains copies of whole modules of the base, which replace these modules in a merge."""
+    """Whether the method trains copies of whole base modules, which replace the original modules in a merge."""
     magnitudes: bool = False
-    """Whether it trains magnitudes of about 1, which small updates cannot change in 16 bits."""
+    """Whether the method trains magnitudes of about 1: in 16 bits, small updates to them would be rounded away."""
     reads_adapters_outside_units: bool = False
     """Whether a layer reads the shape and values of adapter weights outside the forward pass of the unit that holds them."""
     leaves_casts_to_autocast: bool = False
-    """Whether FSDP 1 must not cast its parameters to 16 bits, because autocast has to cast the operands of products instead."""
+    """Whether FSDP 1 must not cast the parameters to 16 bits, because autocast has to cast the operands of products instead."""
     computes_with_buffers: bool = False
-    """Whether it multiplies by buffers, such as random projections, which autocast has to cast because FSDP 2 does not."""
+    """Whether the method multiplies by buffers, such as random projections; autocast must cast these, because FSDP 2 does not."""
     one_rank_settings: tuple[OneRankSetting, ...] = ()
 
 
@@ -66,20 +66,20 @@ class Method:
     peft_type: str | None
     """PEFT's name of the method; None if it has no adapter."""
     targets_all_linear: bool = True
-    """Whether it adapts every linear layer if the user names no modules; otherwise PEFT chooses the modules by the model."""
+    """Whether every linear layer is adapted if the user names no modules; otherwise PEFT's defaults for the model apply."""
     refused: str = ""
-    """Why the method is not supported; empty if it is and its adapter, if any, can be merged into the base."""
+    """Why the method is not supported; empty if it is supported, which includes merging its adapter, if any, into the base."""
     packs_base: bool = False
-    """Whether the base is quantised while it trains."""
+    """Whether the base is quantised during training."""
     needs: Needs = Needs()
 
     @property
     def attaches_to_values(self) -> bool:
-        """Whether first values may be computed from the base's: then every rank loads the whole base before it is sharded."""
+        """Whether initial values may be computed from base weights: if so, every rank loads the whole base before sharding."""
         return self.family is Family.OTHER
 
     def one_rank_setting(self, settings: Mapping[str, Any]) -> OneRankSetting | None:
-        """Return the first setting that does not work on several ranks. settings: those of `effective_settings`."""
+        """Return the first setting that works only on a single rank. settings: the result of `effective_settings`."""
         return next((setting for setting in self.needs.one_rank_settings if (settings.get(setting.name) or 0) > 0), None)
 
 
@@ -109,11 +109,11 @@ _NEEDS = {
 _DORA = Needs(trains_leaves=True, magnitudes=True, reads_adapters_outside_units=True, leaves_casts_to_autocast=True)
 METHODS: dict[MethodType, Method] = {
     MethodType.LORA: Method(Family.LORA, "LORA", needs=Needs(trains_leaves=True)),
-    # FSDP 1 would cast packed weights as if they were ordinary numbers, with the flat parameter around them; autocast does not.
+    # FSDP 1 would cast a unit's whole flat parameter, and so the packed weights as if they were numbers; autocast does not.
     MethodType.QLORA: Method(
         Family.LORA, "LORA", packs_base=True, needs=Needs(trains_leaves=True, leaves_casts_to_autocast=True)
     ),
-    # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both alike.
+    # A layer multiplies weights of two units, which FSDP 1 would cast at different times; autocast casts both together.
     MethodType.DORA: Method(Family.LORA, "LORA", needs=_DORA),
     MethodType.QDORA: Method(Family.LORA, "LORA", packs_base=True, needs=_DORA),
     MethodType.FULL: Method(Family.FULL, None),
@@ -135,7 +135,7 @@ METHODS: dict[MethodType, Method] = {
     },
     **{kind: _other(kind, refused=each.reason) for kind, each in UNSUPPORTED.items()},
 }
-"""Method -> its properties, for every method that a manifest can name."""
+"""Properties of every method that a manifest can name."""
 
 
 PACKING = [str(kind) for kind, method in METHODS.items() if method.packs_base]

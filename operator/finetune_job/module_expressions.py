@@ -1,22 +1,22 @@
-"""Facts about a regular expression on module names that can be found without compiling it."""
+"""Checks on regular expressions for module names that do not compile the expression."""
 
 from __future__ import annotations
 
 import re
 
 _OTHER_GRAMMAR = re.compile(r"\(\?(#|[a-zA-Z-]*x)")
-"""Matches comments and the flag that allows them everywhere; brackets inside comments have no meaning."""
+"""Matches a comment or the verbose flag, which allows comments anywhere: brackets within comments must not be counted."""
 
 
 def key_expression(key: str) -> str:
-    """Return the expression that PEFT builds from a key of a pattern (peft.utils.other.get_pattern_key)."""
+    """Return the regular expression that PEFT builds from a key of `rankPattern` or `alphaPattern` (get_pattern_key)."""
     return rf"(.*\.)?({key})$"
 
 
 def is_plainly_malformed(text: str) -> bool:
     """Whether brackets are not closed, a backslash escapes nothing, or a repetition has nothing before it, as in `*.q_proj`.
 
-    Looks at each character once. True only for what `re.compile` refuses; if it is False, the expression may still be malformed.
+    Reads each character once. If this returns True, `re.compile` would fail; if False, the expression may still be malformed.
     """
     if _OTHER_GRAMMAR.search(text):
         return False
@@ -45,7 +45,7 @@ def is_plainly_malformed(text: str) -> bool:
 
 
 def _end_of_set(text: str, begin: int) -> int:
-    """Return the position of the `]` that closes the set; -1 without one. As a set's first character, `]` closes nothing."""
+    """Return the position of the `]` that closes the set; -1 if there is none. A `]` right at a set's start is a literal."""
     position = begin + (2 if text[begin + 1 : begin + 2] == "^" else 1)
     first = position
     while position < len(text):

@@ -1,18 +1,18 @@
-"""Names of modules that are treated differently from other matrices: embeddings, output heads, routers."""
+"""Names of modules that need special treatment: embeddings, output heads, routers."""
 
 from collections.abc import Iterable
 
 TOKEN_EMBEDDINGS = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "tokens_embed"})
-"""Usual names of input embeddings in causal language models; preflight finds embeddings with other names."""
+"""Common names of token embeddings in causal language models; preflight also finds embeddings with other names."""
 EMBEDDINGS = TOKEN_EMBEDDINGS | {"wpe", "shared"}
-"""Names of all embeddings, including those of positions and those that an encoder and a decoder share."""
+"""Common names of all embeddings, including position embeddings and those shared by encoder and decoder."""
 OUTPUT_HEADS = ("lm_head", "embed_out", "output")
-"""Names of output heads, the usual name first."""
+"""Common names of output heads, the most common first."""
 ROUTERS = frozenset({"gate", "router"})
-"""Names of routers, which score the experts for a token: a linear layer of that name, or one within a module of that name."""
+"""Names of routers, which score the experts for each token: the name of the linear layer itself or of a module around it."""
 
 ADAPTER = "default"
-"""PEFT's default name of an adapter, here the trained one. It is a part of the names of the adapter's modules."""
+"""PEFT's default adapter name, which the trained adapter has. It is part of the names of the adapter's modules."""
 
 
 def is_router(name: str) -> bool:
@@ -21,11 +21,11 @@ def is_router(name: str) -> bool:
 
 
 def names_embedding(names: Iterable[str]) -> str | None:
-    """Return the first of `names`, which are ends of modules' paths, that is an input embedding."""
+    """Return the first name that is a token embedding; None if there is none. names: suffixes of module paths."""
     return next((name for name in names if name.rpartition(".")[2] in TOKEN_EMBEDDINGS), None)
 
 
 def is_embedding(name: str) -> bool:
-    """Whether a module's name, a usual one or one with "embed", shows that it is an embedding. name: its path in the model."""
+    """Whether a module is an embedding, judged by a common name or one that contains "embed". name: its path in the model."""
     last = name.rpartition(".")[2]
     return last in EMBEDDINGS or ("embed" in last and last not in OUTPUT_HEADS)

@@ -1,6 +1,6 @@
-"""Names that more than one program must agree on: group, kinds, labels, child names, mount points, files of credentials.
+"""Names on which several programs must agree: API group, kinds, labels, child names, mount points, credential files.
 
-Credentials are passed only as files that the kubelet mounts from a Secret, never in the plan, in variables or in arguments.
+Credentials are passed only as files that the kubelet mounts from a Secret, never in the plan, environment or arguments.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ LABEL_JOB_UID = f"{GROUP}/job-uid"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_ATTEMPT = f"{GROUP}/attempt"
 LABEL_TEAM = f"{GROUP}/team"
-"""Label of a FineTuneJob with the team that is charged for it; without it, the namespace is charged."""
+"""Label of a FineTuneJob that names the team to charge; without this label, the namespace is charged."""
 LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 MANAGED_BY = "finetune-operator"
 ANNOTATION_REPRODUCES = f"{GROUP}/reproduces"
-"""Annotation of a job with the UID of the job that it reproduces."""
+"""Annotation with the UID of the earlier job that this job reproduces."""
 ANNOTATION_PLAN_SHA256 = f"{GROUP}/plan-sha256"
 
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-"""Label of a pod (on older clusters an annotation) with its index in an indexed Job."""
+"""Label of a pod with its index in an Indexed Job; an annotation on older clusters."""
 GPU_PRODUCT_LABEL = "nvidia.com/gpu.product"
-"""Label of a node with the name of its devices, as NVIDIA's GPU feature discovery writes it."""
+"""Node label with the product name of the GPUs, which NVIDIA's GPU feature discovery sets."""
 MERGE_PATCH = "application/merge-patch+json"
-"""Content type of a patch: a null removes a field (RFC 7396)."""
+"""Content type of a JSON merge patch, in which null removes a field (RFC 7396)."""
 TERMINATION_LOG = "/dev/termination-log"
 """Default path of the termination message in Kubernetes."""
 
 PLAN_KEY = "plan.json"
 PLAN_MOUNT = "/plan"
 CLAIMS_MOUNT = "/claims"
-"""Each claim that a pod may see is mounted at `/claims/<claim name>`."""
+"""Directory under which a pod's claims are mounted, at `/claims/<claim name>`."""
 CA_MOUNT = "/authorities"
-"""Directory with the certificates that fetch and publish trust, if the profile names any."""
+"""Directory of the CA certificates that fetch and publish trust, if the profile names any."""
 CREDENTIALS_MOUNT = "/credentials"
 """Directory of each `CredentialFile`, mounted only in pods that may reach addresses outside the cluster."""
 RENDEZVOUS_PORT = 29400
@@ -53,12 +53,12 @@ OBSERVE_PORT = 9400
 """Port on which rank 0 serves /metrics, /progress and /healthz."""
 
 SHUTDOWN_SECONDS = 120
-"""Time after SIGTERM in which the ranks agree on a step, finish it and save; torchrun then kills ranks that are still running."""
+"""Time that ranks have after SIGTERM to agree on a step, finish it and save; torchrun then kills ranks that are still running."""
 TRAIN_GRACE_PERIOD_SECONDS = SHUTDOWN_SECONDS + 30
-"""Grace period of training pods, in which the supervisor can still write its report after torchrun has ended."""
+"""Grace period of training pods: long enough for the supervisor to write its report after torchrun has ended."""
 
 MAX_JOB_NAME = 63
-"""Longest name of a FineTuneJob that fits in a label; longer child names are shortened with a digest."""
+"""Maximum length of a FineTuneJob's name, so that it fits in a label; child names that get too long are cut, with a digest."""
 
 
 class Role(StrEnum):
@@ -72,7 +72,7 @@ class Role(StrEnum):
 
 
 def _shortened(base: str, suffix: str, limit: int) -> str:
-    """Return `base + suffix` within `limit` characters: a digest of the base replaces what is cut off, and dots become dashes."""
+    """Return `base + suffix` in at most `limit` characters: what is cut off is replaced by a digest, and dots become dashes."""
     plain = base.replace(".", "-")
     if plain == base and len(base) + len(suffix) <= limit:
         return base + suffix
@@ -91,24 +91,24 @@ def service_name(job: str) -> str:
 
 
 def network_policy_name(job: str, *, ways_out: bool = False) -> str:
-    """Name of the NetworkPolicy of all pods of a job, or of those that may reach addresses outside the cluster."""
+    """Name of the NetworkPolicy for all pods of a job or, with `ways_out`, for the pods that may reach outside the cluster."""
     return _shortened(job, "-ways-out" if ways_out else "-run", 63)
 
 
 def workspace_folder(job: str, uid: str) -> str:
-    """Return the folder of a job on its workspace claim; another job of the same name has a different folder."""
+    """Return the folder of a job on its workspace claim; a later job with the same name has a different folder."""
     return f"{job}-{uid[:8]}"
 
 
 def workspace_claim_name(job: str) -> str:
-    """Name of a workspace claim created from the job's template."""
+    """Name of the workspace claim that is created from the job's template."""
     return _shortened(job, "-workspace", 63)
 
 
 def batch_job_name(job: str, role: Role, attempt: int, nodes: int = 1) -> str:
     """Name of the Job of a role and attempt.
 
-    An Indexed Job of N pods may have at most `62 - digits(N - 1)` characters, because each pod's hostname adds its index.
+    The name of an Indexed Job of N pods has at most `62 - digits(N - 1)` characters, because a pod's hostname appends its index.
     """
     return _shortened(job, f"-{role}-{attempt}", 62 - len(str(max(nodes - 1, 0))))
 
@@ -120,10 +120,10 @@ def master_address(job: str, namespace: str, attempt: int, nodes: int) -> str:
 
 @dataclass(frozen=True)
 class CredentialFile:
-    """One key of a Secret as a file below the credentials' mount point."""
+    """A key of a Secret that is mounted as a file in the credentials directory."""
 
     key: str
-    """Key in the Secret, unless the user names another."""
+    """Default key in the Secret; the user may name another."""
     path: str
     required: bool = True
 

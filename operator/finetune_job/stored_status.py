@@ -1,8 +1,8 @@
-"""The status of a job as the API server stores it: readable whichever release wrote it, and small enough for etcd.
+"""The status of a job as the API server stores it: readable no matter which release wrote it, and small enough for etcd.
 
-An operator is upgraded, or rolled back, while jobs run. A field that an earlier release left out keeps the meaning of that
-release. Words of a later release are left out or read as the nearest known word, because a job whose status cannot be read would
-be abandoned.
+An operator may be upgraded or rolled back while jobs run. A field that an earlier release did not write is read as that release
+meant it. Enum values of a later release are left out or replaced by the nearest known value, because a job whose status cannot be
+read would be abandoned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FAILURES = frozenset(map(str, FailureClass))
 _OUTCOMES = frozenset(map(str, AttemptOutcome))
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 MAX_FINDINGS_BYTES = 256 << 10
-"""Maximum bytes of all findings; attempts take at most as much again, because only the latest keeps all details."""
+"""Maximum size of all findings together. Attempts take at most the same again, because only the latest keeps all details."""
 MIN_TEXT_LENGTH = 64
 
 
@@ -39,7 +39,7 @@ def read_status(content: dict[str, Any] | None) -> FineTuneJobStatus:
 
 
 def _known_attempt(attempt: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of an attempt with only words that this release knows."""
+    """Return the record of an attempt with only values that this release knows."""
     evidence = [_with_known_failure(fact) for fact in attempt.get("evidence") or ()]
     outcome = attempt.get("outcome", str(AttemptOutcome.RUNNING))
     return _with_known_failure(attempt) | {
@@ -54,7 +54,7 @@ def _with_known_failure(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def _implied_fetched(status: FineTuneJobStatus) -> list[Condition]:
-    """Add the condition `Fetched`, which the first releases lacked: they read only from claims, and preflight came right away."""
+    """Derive the condition `Fetched`, which the first releases lacked: they read only from claims, and began with preflight."""
     prepared = find_condition(status.conditions, ConditionType.PREPARED)
     if prepared is None or find_condition(status.conditions, ConditionType.FETCHED) is not None:
         return []
@@ -71,7 +71,7 @@ def _implied_fetched(status: FineTuneJobStatus) -> list[Condition]:
 
 
 def with_short_findings(status: FineTuneJobStatus) -> FineTuneJobStatus:
-    """Return the status, with shortened texts in its findings if these are too large together."""
+    """Return the status; if its findings are too large in total, their texts are shortened."""
     limit = max((len(text) for finding in status.findings for text in _texts(finding)), default=0)
     findings: Sequence[Finding] = status.findings
     while limit > MIN_TEXT_LENGTH and _bytes(findings) > MAX_FINDINGS_BYTES:

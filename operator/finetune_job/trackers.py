@@ -1,4 +1,4 @@
-"""Names of experiment trackers: those of this product, and the warning for other names before the image is known."""
+"""Names of experiment trackers: the built-in ones, and a warning for other names while the image is not known."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ ALWAYS = "tensorboard"
 WANDB, MLFLOW = "wandb", "mlflow"
 OWN = (ALWAYS, WANDB, MLFLOW)
 GROUP = "finetune.trackers"
-"""Group of entry points by which other packages offer trackers."""
+"""Entry point group through which other packages offer trackers."""
 FIELD = "spec.training.trackers"
 _OTHER_NAMES = {"weights-and-biases": WANDB, "weights_and_biases": WANDB, "weightsandbiases": WANDB, "wb": WANDB}
 
 
 def nearest_tracker(name: str, offered: Collection[str]) -> str | None:
-    """Return the offered tracker that is most likely meant; None if no name is similar."""
+    """Return the offered tracker that was most likely meant; None if no name is similar."""
     near = difflib.get_close_matches(_OTHER_NAMES.get(name.lower(), name.lower()), sorted(offered), n=1, cutoff=0.7)
     return near[0] if near else None
 
 
 def foreign_trackers(names: Sequence[str]) -> Finding | None:
-    """Return a warning for names outside this product: only the image shows whether a package offers them."""
+    """Return a warning for trackers that are not built in: only the image shows whether a package offers them."""
     foreign = [name for name in names if name not in OWN]
     if not foreign:
         return None

@@ -1,6 +1,6 @@
 """PEFT's methods that are not supported, the reasons, and the nearest supported methods.
 
-A manifest may name them, so that validation can answer with the reason and jobs of earlier releases stay readable.
+A manifest may name them, so that validation can give the reason, and jobs of earlier releases stay readable.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from finetune_job.api.method import MethodType
 
 @dataclass(frozen=True)
 class Unsupported:
-    """Why a method is not supported, and what to take instead."""
+    """Why a method is not supported, and which one to use instead."""
 
     reason: str
     """The reason, worded to follow "METHOD is not supported:"."""
@@ -66,7 +66,7 @@ UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.GRALORA: Unsupported(_RARE, _M.LORA),
     _M.ROAD: Unsupported(_RARE, _M.OFT),
     _M.GLORA: Unsupported(_RARE, _M.LORA),
-    # Measured: packing changes the gradients of a document by up to a tenth of their norm.
+    # Measured: packing changes a document's gradients by up to a tenth of their norm.
     _M.LILY: Unsupported(_MEAN_OF_BATCH, _M.LORA),
     _M.PVERA: Unsupported(_RARE, _M.VERA),
     # Measured with 8 layers of 1024 x 1024 random float32 weights.
@@ -89,4 +89,4 @@ UNSUPPORTED: Mapping[MethodType, Unsupported] = {
     _M.CARTRIDGE: Unsupported(_PREFIX, _M.LORA),
     _M.ADAPTION_PROMPT: Unsupported(_OWN_ATTENTION, _M.LORA),
 }
-"""Method of PEFT that this product does not train -> the reason and the nearest method."""
+"""PEFT method that is not supported -> the reason and the nearest supported method."""

@@ -1,1 +1,1 @@
-"""The operator: watches FineTuneJobs, decides what comes next for each, and carries it out."""
+"""The operator: watches FineTuneJobs, decides the next actions for each, and carries them out."""

@@ -15,18 +15,18 @@ from finetune_operator.logs import configure_logs, logger
 from finetune_operator.settings import Timeouts, parse_settings
 
 DEEPEST_OBJECT = 10_000
-"""Maximum nesting of an object that an API server accepts, in levels. Our definition cannot limit the free-form settings of a
-method, and one object of one tenant must not end the watch for all tenants."""
+"""Maximum nesting depth of objects that an API server accepts. Our CRD cannot limit the depth of a method's free-form settings,
+and one tenant's object must not end the watch for all tenants."""
 FRAMES_PER_LEVEL = 5
 STACK_BYTES = 64 << 20
-"""Stack size of threads: json's decoder and encoder need about half a kilobyte for each level."""
+"""Stack size of threads: the json module needs about half a kilobyte per nesting level."""
 
 
 COLLECTOR_THRESHOLDS = (50_000, 10, 10)
-"""Number of new containers after which the youngest generation is collected, and number of collections of a generation after
-which the next is also collected: the oldest after five million containers. Reference counts free the objects that the cache
-replaces at once. A collection of the oldest generation finds almost nothing, yet it visits every object of the cache in the
-middle of a pass: with the usual thresholds, ten thousand objects cost 0.2 s each time."""
+"""Number of new container objects after which the youngest generation is collected, and numbers of collections of a generation
+after which the next one is too: the oldest after five million containers. Reference counting already frees what the cache
+replaces. A collection of the oldest generation finds almost nothing, yet visits every cached object in the middle of a pass: with
+the default thresholds, ten thousand objects cost 0.2 s each time."""
 SWITCH_SECONDS = 0.001
 """Interval after which the interpreter switches threads: the lease and the watches have threads of their own."""
 

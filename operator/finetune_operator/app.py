@@ -41,11 +41,11 @@ from finetune_operator.side_tasks.progress_poll import ProgressPoll
 _log = logger(__name__)
 LAG_PERIOD_SECONDS = 0.25
 FLUSH_SECONDS = 2.0
-"""Longest time for writing the last events at the end."""
+"""Maximum time for writing the remaining events at shutdown."""
 
 
 async def run(settings: Settings, timeouts: Timeouts) -> int:
-    """Run until SIGTERM or SIGINT (exit code 0) or until an error that cannot be handled here (1)."""
+    """Run until SIGTERM or SIGINT (exit code 0), or until an error that cannot be handled here (exit code 1)."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -73,7 +73,7 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
     try:
         if not await _run_unless_stopped(stopping, _wait_for_crds(configuration, timeouts, metrics)):
             return 0
-        # A standby counts as ready: it has no work until it leads, and a rolling update waits for readiness.
+        # A standby counts as ready: it has no work until it leads, and a rolling update would wait for it forever.
         health.is_ready = True
         leadership.start()
         if not await _run_unless_stopped(stopping, leadership.held.wait()):
@@ -81,7 +81,7 @@ async def run(settings: Settings, timeouts: Timeouts) -> int:
         _log.info("leading", identity=settings.identity)
         return await _lead(settings, timeouts, api, health=health, metrics=metrics, stopping=stopping)
     finally:
-        # The next leader must not see a late write of ours, so the lease is released last.
+        # Close first and release the lease last, so that none of our writes reaches the server after the next leader takes over.
         await api.close()
         await leadership.stop()
         beat.cancel()
@@ -180,13 +180,13 @@ async def _lead(
 
 
 def freeze_objects() -> None:
-    """Collect garbage once, and exclude the remaining objects (code and first list) from later collections."""
+    """Collect garbage once, and exclude the surviving objects (code and first list) from later collections."""
     gc.collect()
     gc.freeze()
 
 
 async def _measure_loop_lag(lagged: Callable[[float], None]) -> None:
-    """Report how many seconds late each sleep ends, until cancelled."""
+    """Until cancelled, sleep repeatedly and report how many seconds too late each sleep ends."""
     loop = asyncio.get_running_loop()
     while True:
         due = loop.time() + LAG_PERIOD_SECONDS
@@ -201,7 +201,7 @@ async def _beat(health: Health) -> None:
 
 
 async def _run_unless_stopped(stopping: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Do the work. Returns False if the stop signal came first. Raises what the work raises."""
+    """Wait for the work. Returns False if the stop signal came first. Raises what the work raises."""
     task = asyncio.ensure_future(work)
     await _wait_for_first(stopping.wait(), task)
     if not task.done():
@@ -212,7 +212,7 @@ async def _run_unless_stopped(stopping: asyncio.Event, work: Awaitable[object]) 
 
 
 async def _wait_for_first(*things: Awaitable[object]) -> None:
-    """Wait until one of these is done. Then cancel the coroutines that are not done; tasks are left running."""
+    """Wait until one of these is done. Then cancel the unfinished coroutines, but leave tasks running."""
     tasks = [asyncio.ensure_future(thing) for thing in things]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task, thing in zip(tasks, things, strict=True):
@@ -222,7 +222,7 @@ async def _wait_for_first(*things: Awaitable[object]) -> None:
 
 @asynccontextmanager
 async def _elector(configuration: Configuration, settings: Settings, timeouts: Timeouts) -> AsyncIterator[Elector]:
-    """Provide the elector of this replica, which has its own connections."""
+    """Create this replica's elector, with connections of its own."""
     api = Api(configuration, request_timeout=timeouts.lease_renew_deadline / 2)
     timing = LeaseTiming(timeouts.lease_duration, timeouts.lease_renew_deadline, timeouts.lease_retry)
     try:

@@ -1,12 +1,12 @@
 """`python -m finetune_operator.apply_profiles FILE`: apply the FineTuneProfiles of a release to the cluster.
 
-It runs before the operator in each of its pods. Helm cannot do this itself: it looks up every kind before it installs anything,
-and the definition of profiles may come with the same release. A hook would delete a profile and then create it again.
+It runs in each operator pod before the operator starts. Helm cannot do this itself: it looks up every kind before it installs
+anything, and the profiles' CRD may be part of the same release. A hook would delete each profile and create it again.
 
-FILE is a JSON list of `Wanted`, which is read and validated completely before the first request. A profile is applied with
-server-side apply, its own field manager and no force, and only if its content differs from what was applied last. So a restart
-changes nothing, and an upgrade that would overwrite what a person has changed is refused with an error. Each profile is owned by
-an object of the release, so that it is deleted with that object.
+FILE is a JSON list of `Wanted`, which is validated completely before the first request. A profile is applied with server-side
+apply, with its own field manager and without force, and only if its content differs from what was applied last. So a restart
+changes nothing, and an upgrade that would overwrite a person's changes fails with an error. Each profile is owned by an object of
+the release, so that both are deleted together.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DIGEST_ANNOTATION = f"{GROUP}/applied-digest"
 _RELEASE_LABELS = ("app.kubernetes.io/instance", "app.kubernetes.io/managed-by")
 CRD_WAIT = 300.0
 CRD_POLL = 1.0
-"""Seconds to wait for the definitions, and between two checks for them."""
+"""Seconds to wait for the CRDs, and seconds between two checks for them."""
 _log = logger(__name__)
 
 
@@ -64,16 +64,16 @@ class Profile:
 
     wanted: Wanted
     spec: dict[str, Any]
-    """The spec as written, without defaults: the API server adds them, and no field manager should own them."""
+    """The spec as written, without defaults: the API server fills these in, and no field manager should own them."""
 
     @property
     def digest(self) -> str:
-        """Digest of everything that is applied except the owner, whose UID only the server knows."""
+        """Digest of everything that is applied, except the owner reference, which needs a UID from the server."""
         content = json.dumps([self.wanted.labels, self.wanted.owner, self.spec], sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def document(self, owner_uid: str) -> Document:
-        """Return the object that is sent to the server."""
+        """Return the object to send to the server."""
         owner = {"apiVersion": CLUSTER_ROLES.api_version, "kind": CLUSTER_ROLES.name, "name": self.wanted.owner, "uid": owner_uid}
         metadata = {
             "name": self.wanted.name,
@@ -102,7 +102,7 @@ def read_profiles(text: str) -> list[Profile]:
 
 
 async def apply(api: Api, profiles: Iterable[Profile]) -> None:
-    """Apply the new and changed profiles. After trying all, raises ProfileError with those that the server refused."""
+    """Apply new and changed profiles. After trying all of them, raises ProfileError with those that the server refused."""
     refused = []
     for profile in profiles:
         try:
@@ -126,7 +126,7 @@ async def _apply_one(api: Api, profile: Profile) -> None:
     if applied == profile.digest and uid in [reference.get("uid") for reference in metadata.get("ownerReferences") or []]:
         _log.info("profile is up to date", profile=wanted.name)
         return
-    # A profile that a chart before 0.2 created as a hook of the same release is ours.
+    # A profile that this release created as a Helm hook, with a chart before 0.2, is also ours.
     ours = {label: wanted.labels.get(label) for label in _RELEASE_LABELS}
     is_taken_over = applied is None and ours.items() <= (metadata.get("labels") or {}).items()
     try:

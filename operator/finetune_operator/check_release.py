@@ -1,7 +1,7 @@
-"""`python -m finetune_operator.check_release`: the program of `helm test`, with its own permissions to create jobs and to
+"""`python -m finetune_operator.check_release`: the program that `helm test` runs, with its own permission to create jobs and to
 use one claim.
 
-It creates an object only if it is given a job to run. All other jobs are dry runs: they show whether the API server accepts them.
+It creates an object only if it is given a job to run. Other jobs are only dry runs, to see whether the API server accepts them.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ JOB: Document = {
     },
 }
 RUN = "finetune-test"
-"""Name of the job that runs for real, not as a dry run."""
+"""Name of the job that is really run, rather than submitted as a dry run."""
 LOOK_SECONDS = 2.0
 METRICS_SECONDS = 10.0
 METRICS_BYTES = 64 << 20
 
 
 def job_with(field: str, value: Any) -> Document:
-    """Return JOB with this value in a field of its spec. `field`: `part.field`, such as `training.epochs`."""
+    """Return JOB with another value in one field of its spec. `field`: `part.field`, such as `training.epochs`."""
     part, name = field.split(".")
     job = copy.deepcopy(JOB)
     job["spec"][part][name] = value
@@ -58,7 +58,7 @@ def job_with(field: str, value: Any) -> Document:
 
 
 async def _try(api: Api, namespace: str, job: Document, code: int, message: str) -> str:
-    """Try a job in a dry run. Returns what is wrong with the API server's answer. `code`: expected status; 201 if accepted."""
+    """Submit a job as a dry run. Returns what is wrong with the API server's answer. `code`: expected status, 201 if accepted."""
     query = {"dryRun": "All", "fieldValidation": "Strict"}
     try:
         await api.request("POST", JOBS.path(namespace), query, body=job)
@@ -68,7 +68,7 @@ async def _try(api: Api, namespace: str, job: Document, code: int, message: str)
 
 
 async def run_job(api: Api, namespace: str, spec: Document, seconds: float) -> str:
-    """Run a job to its end. Returns what is wrong; empty if it succeeded. A job that succeeded is deleted, any other is left for
+    """Run a job to its end. Returns what went wrong; empty if it succeeded. A successful job is deleted; any other is kept for
     inspection.
     """
     job = {"apiVersion": API_VERSION, "kind": JOB_KIND, "metadata": {"name": RUN}, "spec": spec}
@@ -98,13 +98,13 @@ class MetricsAddress:
 
     address: str
     authorities: Path | None = None
-    """File of CA certificates that verify the server's certificate; None for those of the system."""
+    """File with the CA certificates to verify the server's certificate; None for the system's."""
     token: Path | None = None
     """File with the token to send; None for no token."""
 
 
 async def read_metrics(metrics: MetricsAddress) -> str:
-    """Read the metrics. Returns what is wrong; empty if they can be read. Raises OSError if a file is missing."""
+    """Read the metrics. Returns what went wrong; empty on success. Raises OSError if a file is missing."""
     address = metrics.address
     context = ssl.create_default_context(cafile=None if metrics.authorities is None else str(metrics.authorities))
     headers = {} if metrics.token is None else {"Authorization": f"Bearer {metrics.token.read_text().strip()}"}
@@ -130,7 +130,7 @@ async def read_metrics(metrics: MetricsAddress) -> str:
 async def check(
     namespace: str, metrics: MetricsAddress | None, job: Document | None, job_seconds: float, *, is_admission_asked: bool
 ) -> list[tuple[str, str]]:
-    """Run all checks of a release. Returns the name of each check with the problem that it found; empty if none.
+    """Run all checks of a release. Returns the name of each failed check with the problem that it found.
 
     Args:
         namespace: a namespace that the operator serves.

@@ -9,7 +9,7 @@ import structlog
 
 
 def configure_logs(level: str) -> None:
-    """Send our own and all libraries' logs through one JSON renderer; `level`: debug, info, warning or error."""
+    """Send our own logs and those of all libraries through one JSON renderer. `level`: debug, info, warning or error."""
     shared: list[structlog.typing.Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
@@ -32,7 +32,7 @@ def configure_logs(level: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # kopf logs every event of every watch and object at INFO; our decisions would drown in these lines.
+    # kopf logs every event of every watch and object at INFO, and our decisions would drown in these lines.
     for library in ("kopf", "aiohttp", "asyncio", "kubernetes"):
         logging.getLogger(library).setLevel(logging.WARNING)
 

@@ -10,35 +10,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOST_WORKERS = 48
-"""Maximum number of workers. They share one event loop, which more workers would not make faster."""
+"""Maximum number of workers. They share one event loop, so more workers would not be faster."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """How many jobs and requests are worked on at the same time."""
+    """Limits on concurrent work and on request rates."""
 
     workers: int = 32
     """Number of jobs that are reconciled at the same time; most of that time is spent waiting for the API server."""
     requests_in_flight: int = 50
     """Maximum number of requests that wait for an answer at the same time."""
     progress_seconds: float = 5.0
-    """Seconds between two requests for the progress of a job, which rank 0 answers."""
+    """Seconds between two requests to rank 0 for the progress of a job."""
     progress_writes_per_second: float = 20.0
-    """Limit over all jobs: if more than `progress_seconds` times this number of jobs run, each job is asked less often."""
+    """Limit over all jobs: if more than `progress_seconds` times this number of jobs are running, each is asked less often."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that can be set for a running operator."""
+    """All settings of the operator process."""
 
     namespaces: tuple[str, ...]
-    """Namespaces that are watched; if empty, all are."""
+    """Namespaces to watch; empty for all namespaces."""
     lease_namespace: str
-    """Namespace of the Lease that lets one replica work at a time."""
+    """Namespace of the Lease that ensures that only one replica works at a time."""
     lease_name: str
     identity: str
-    """Holder written into the Lease. A process that finds its own identity there takes the Lease at once, so processes that may
-    live at the same time must not share an identity; the names of pods differ."""
+    """Holder to write into the Lease. A process that finds its own identity there takes the Lease at once, so processes that may
+    run at the same time need different identities, such as their pod names."""
     listen_address: str
     listen_port: int
     """Port of /metrics, /healthz and /readyz; 0 for any free port."""
@@ -60,20 +60,20 @@ class Timeouts:
     first_relist: float = 30.0
     """Seconds until the first comparison, which finds objects that vanished between the start-up list and the first watch."""
     crd_wait: float = 3600.0
-    """How long the CustomResourceDefinitions may be missing at start; then the process exits, so that the problem is noticed."""
+    """How long the CRDs may be missing at the start. After that the process exits, so that the problem is noticed."""
     crd_poll: float = 2.0
     lease_duration: float = 15.0
     lease_renew_deadline: float = 10.0
-    """A holder that could not renew for this long stops sending requests, before another replica may take the lease."""
+    """A holder that has failed to renew for this long stops sending requests, before another replica may take the lease."""
     lease_retry: float = 2.0
     progress_period_longest: float = 60.0
     pending_events_after: float = 5.0
-    """The Events of pods that are pending for longer are reported, because a missing Secret or volume shows nowhere else."""
+    """Events of pods that are pending for longer than this are reported: a missing Secret or volume shows only there."""
     drain: float = 20.0
     """Longest wait for running passes after SIGTERM; shorter than the pod's termination grace period."""
     retry_first: float = 0.5
     retry_longest: float = 60.0
-    """Bounds of the exponential delay before a job whose pass failed is tried again."""
+    """Bounds of the exponential backoff after a failed pass over a job."""
 
 
 def parse_settings(arguments: list[str] | None = None) -> Settings:

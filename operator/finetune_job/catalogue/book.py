@@ -24,18 +24,18 @@ _TOPICS = {
     "resources": "Manifest, storage, memory, rehearsal",
     "audit": "Audit of a run",
 }
-"""The title of each topic by the name of its TOML file."""
+"""Name of a topic's TOML file -> title of the topic."""
 
 
 class Gate(StrEnum):
     """The step of a job's admission, or the later activity, that reports a finding."""
 
     SCHEMA = "schema"
-    """Reading the manifest: `finetune validate`, the operator, and, as far as its schema can express it, the API server."""
+    """Parsing the manifest: in `finetune validate`, in the operator, and in the API server as far as the CRD schema allows."""
     RULES = "rules"
     """The rule book: `finetune validate` and the operator."""
     PREFLIGHT = "preflight"
-    """The preflight pod, with the real model and data, before any GPU is held; and `finetune run`."""
+    """The preflight pod, which checks the real model and data before any GPU is allocated; and `finetune run`."""
     REHEARSAL = "rehearsal"
     """The rehearsal at the end of preflight, and `finetune rehearse`."""
     AUDIT = "audit"
@@ -50,13 +50,13 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
 
     id: str
     severity: Severity | Literal["either"]
-    """"either" is for an entry that refuses some jobs and only warns about others."""
+    """"either" if the finding is an error for some jobs and only a warning for others."""
     title: str
-    """The problem, as one clause."""
+    """The problem, in one clause."""
     why: str
     """The consequence if nothing reported the problem, in one or two sentences."""
     fix: str
-    """The remedy, as one sentence without a full stop."""
+    """The remedy, in one sentence without a full stop."""
     reproduction: str = ""
     """The test that produces the finding: path of the module, `::` and the name of the test."""
     not_reproduced: str = ""
@@ -71,12 +71,12 @@ class Entry(BaseModel, frozen=True, extra="forbid"):
 
 
 class UndeclaredFindingError(LookupError):
-    """A finding whose id the catalogue lacks, or whose severity differs from the declared one: a mistake in this product."""
+    """A finding's id is not in the catalogue, or its severity differs from the declared one. This is a bug in this product."""
 
 
 @cache
 def topics() -> Mapping[str, tuple[Entry, ...]]:
-    """Read the entries of each topic, by its title. They are read when first needed, which takes some milliseconds."""
+    """Return the entries of each topic by its title. They are read on first use, which takes a few milliseconds."""
     return {title: _entries(file) for file, title in _TOPICS.items()}
 
 
@@ -108,9 +108,9 @@ def make_finding(
 ) -> Finding:
     """Create a finding with a declared id.
 
-    field: path in the object, such as `spec.model.source`. severity: given only if the catalogue says "either". changes: new
-    values by path, None to remove the field. is_proposal: whether the changes are an example. The id may be that of a rule, if
-    preflight finds the rule's problem where the rule cannot see it.
+    field: path in the object, such as `spec.model.source`. severity: only given if the catalogue says "either". changes: new
+    values by path; None removes the field. is_proposal: whether the changes are only an example. The id may also be that of a
+    rule, if preflight finds a problem of that kind which the rule itself cannot see.
     Raises UndeclaredFindingError.
     """
     declared = _declared_severity(identifier)
@@ -137,7 +137,7 @@ def audit_finding(identifier: str, *, field: str, value: str = "", message: str,
 
 
 def rehearsal_required(profile: str, verdict: str) -> Finding:
-    """Refuse a job whose rehearsal did not pass. profile: the profile that requires it. verdict: the rehearsal's, in one word."""
+    """Refuse a job whose rehearsal did not pass. profile: the one that requires a rehearsal. verdict: its result in one word."""
     return make_finding(
         "rehearsal-required",
         field="spec.preflight.rehearsal",
@@ -152,7 +152,7 @@ def _declared_severity(identifier: str) -> Severity | Literal["either"]:
     entry = entries().get(identifier)
     if entry is not None:
         return entry.severity
-    # Imported here because loading the rules takes a tenth of a second, which processes that prepare data must not spend.
+    # Imported here because loading the rules takes a tenth of a second, which would delay every process that prepares data.
     from finetune_job.rules.book import rule_by_id
 
     rule = rule_by_id(identifier)

@@ -1,1 +1,1 @@
-"""The RunPlan: spec, profile and defaults resolved once; the only thing that a container reads."""
+"""The RunPlan: the spec, the profile and the defaults, resolved once. Containers read nothing else."""

@@ -1,4 +1,4 @@
-"""The record of chosen values: each value that the manifest leaves unset and the plan or preflight chooses, with the reason.
+"""Records each value that the manifest leaves unset and that the plan or preflight chooses, with the reason.
 
 `resolve` creates one `Choices` per plan and passes it to inputs.py, resolve_model.py and resolve_training.py. The collected
 choices become `RunPlan.choices`, which status, `finetune validate` and the report of a run show.
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Choices:
-    """Collects the choices of values that the manifest leaves unset."""
+    """Collects the values chosen for fields that the manifest leaves unset."""
 
     def __init__(self) -> None:
         self.made: list[Choice] = []
@@ -24,7 +24,7 @@ class Choices:
         return otherwise
 
     def leave(self, field: str, given: T | None, otherwise: T, reason: str) -> T:
-        """Leave a value to preflight. otherwise: the value if preflight does not choose one, as in an earlier release."""
+        """Leave a value to preflight. otherwise: the fallback if preflight does not choose, as in earlier releases."""
         if given is not None:
             return given
         self.made.append(Choice(field=field, value=None, reason=reason))

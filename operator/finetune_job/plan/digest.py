@@ -17,13 +17,13 @@ _SPEED_FIELDS: dict[str, set[str]] = {
         "trackers",
     }
 }
-"""Settings that affect how fast and where a run computes, but change its result only by rounding."""
+"""Settings that affect how fast and where a run computes; the result differs at most by rounding."""
 _SPEED_LORA_FIELDS = {"fused_forward"}
 _LATER_LORA_FIELDS = {"target_parameters", "trainable_token_indices"}
-"""Fields that older plans lack. The digest leaves out those that a plan does not set, as the release that froze it did."""
+"""Fields that older plans lack. The digest omits those that a plan does not set, so older plans keep their digest."""
 _LATER_TRAINING_FIELDS = {"start_from"}
 _LATER_MODEL_FIELDS = {"added_tokens"}
-"""Later fields of the model; the digest leaves them out if they are None or empty."""
+"""Fields of the model that older plans lack; the digest omits them if they are None or empty."""
 _LEARNING_FIELDS = ("version", "job", "model", "data", "method", "training", "evaluation")
 
 

@@ -1,4 +1,4 @@
-"""The inputs of a job: its sources with the fields that name them, and the parts of a plan for fetching and for data."""
+"""The inputs of a job: its sources, the fields that name them, and the parts of the plan for fetching and data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from finetune_job.plan.run_plan import Choice, DataPlan, DatasetPlan
 TRAIN_SPLIT = "train"
 HELD_OUT_SPLITS = ("validation", "test")
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".arrow", ".txt")
-"""Suffixes of files of records; a source with another name may be a directory."""
+"""Suffixes of record files; a source with any other suffix may be a directory."""
 
 _LOSS_ON = {
     DataFormat.CHAT: (LossOn.ASSISTANT, "the model is to answer as the assistant does"),
@@ -33,7 +33,7 @@ _LOSS_ON = {
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A source as the manifest names it."""
+    """A source as written in the manifest."""
 
     field: str
     """Path under `spec`, such as `data.datasets[0].source`."""
@@ -44,7 +44,7 @@ class NamedSource:
 
 
 def training_sets(data: DataSpec) -> list[tuple[str, Dataset]]:
-    """Return the training data sets with their paths under `spec`; none if the manifest names none, which a rule refuses."""
+    """Return the training data sets with their paths under `spec`. If the manifest names none, a rule refuses the job."""
     if data.datasets is not None:
         return [(f"data.datasets[{number}]", dataset) for number, dataset in enumerate(data.datasets)]
     return [] if data.source is None else [("data", Dataset(source=data.source, revision=data.revision))]
@@ -63,7 +63,7 @@ def named_sources(spec: FineTuneJobSpec) -> list[NamedSource]:
 
 
 def input_locations(plan: LaunchPlan) -> list[tuple[str, ClaimPath]]:
-    """Return the locations of a plan's model and data, with the fields that named them."""
+    """Return the locations of a plan's model and data, each with the field that names it."""
     held_out = [] if plan.data.validation is None else [plan.data.validation]
     return [
         ("spec.model.source", plan.model.location),
@@ -72,7 +72,7 @@ def input_locations(plan: LaunchPlan) -> list[tuple[str, ClaimPath]]:
 
 
 class SourceLocations:
-    """The locations of sources: on their claims or, for fetched ones, under the workspace's `sources`."""
+    """Locates sources: on their claims or, if they are fetched, in the workspace's `sources` directory."""
 
     def __init__(self, workspace: ClaimPath) -> None:
         self._sources = WorkspaceLayout(Path(workspace.path)).sources
@@ -80,7 +80,7 @@ class SourceLocations:
         self.items: list[FetchItem] = []
 
     def of(self, source: str, revision: str | None, name: str) -> ClaimPath:
-        """Return the location of `source`; if it is outside the cluster, note that it is to be fetched as `name`."""
+        """Return the location of `source`. If it is outside the cluster, also schedule it to be fetched as `name`."""
         parsed = parse_source(source)
         if isinstance(parsed, ClaimPath):
             return parsed
@@ -101,7 +101,7 @@ def base_model_name(model: ModelSpec, choices: Choices, *, trains_adapter: bool)
 
 
 def fetch_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, places: SourceLocations) -> FetchPlan | None:
-    """Plan the fetching; None if nothing is to be fetched. Called once every source has its location."""
+    """Plan the fetch; None if there is nothing to fetch. Call this after every source has been located."""
     if not places.items:
         return None
     settings = profile.fetch if profile is not None else FetchSettings()
@@ -145,7 +145,7 @@ def data_plan(spec: FineTuneJobSpec, choices: Choices, places: SourceLocations) 
 
 
 def _split(choices: Choices, sources: Sequence[str], given: str | None) -> str:
-    """Return the training split; as a choice it is recorded once, and only if a source may be a directory."""
+    """Return the training split. A default is recorded as a choice, but only once, and only if a source may be a directory."""
     if given is not None or all(map(_is_file, sources)) or any(made.field == "spec.data.split" for made in choices.made):
         return given or TRAIN_SPLIT
     return choices.pick("data.split", None, TRAIN_SPLIT, "files that are named after another split are not for training")
@@ -174,7 +174,7 @@ def _is_file(source: str) -> bool:
 
 
 def _mapping_plan(data: DataSpec, choices: Choices) -> MappingPlan:
-    """Resolve the names in the records; those that come from a preset are recorded as choices."""
+    """Resolve the names used in the records; names that come from a preset are recorded as choices."""
     mapping = data.mapping or DataMapping()
     fields = {name: value for name, value in mapped_fields(mapping).items() if name in OF_FORMAT[data.format]}
     if mapping.preset is not None:

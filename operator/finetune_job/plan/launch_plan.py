@@ -1,8 +1,8 @@
-"""The part of a frozen plan that the operator reads: only the fields from which it builds children.
+"""The part of a frozen plan that the operator reads: only the fields that it needs to build children.
 
-The plan may come from any release, an earlier one or, after a rollback, a later one. Each class here is the base of the class
-that a container reads, so each field has one definition. Fields that only a container needs (methods, optimizers, sharding)
-are left out, so that a value unknown to this release cannot stop a run. `PlacementModel` says how a release may add fields to the
+The plan may come from any release: an earlier one or, after a rollback, a later one. Each class here is the base of the class
+that a container reads, so each field is defined only once. Fields that only a container needs (methods, optimizers, sharding) are
+left out, so that a value unknown to this release cannot stop a run. `PlacementModel` explains how releases add fields to the
 placement.
 """
 
@@ -19,11 +19,11 @@ _TRAINING_DATA, _HELD_OUT_DATA = "spec.data.source", "spec.data.validation.sourc
 
 
 class PlanModel(BaseModel):
-    """The base of all parts of a plan: immutable, with unknown fields as errors for a reader of the whole plan."""
+    """The base class of all parts of a plan. They are immutable, and readers of the whole plan reject unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     REMOVED: ClassVar[frozenset[str]] = frozenset()
-    """Obsolete fields that earlier releases wrote into plans; a reader ignores them."""
+    """Obsolete fields that earlier releases wrote into plans; they are ignored."""
 
     @model_validator(mode="before")
     @classmethod
@@ -34,7 +34,7 @@ class PlanModel(BaseModel):
 
 
 class SecretKey(PlanModel):
-    """A key of a Secret; plans never contain its value."""
+    """A reference to a key of a Secret; plans never contain the value."""
 
     name: str
     key: str
@@ -68,7 +68,7 @@ class PublishPlan(PlanModel):
     destination: str
     """Address that begins with `hf://`, `s3://` or `oci://`; in a registry it includes the tag."""
     secret: str | None
-    """Secret of the destination; names.py lists its keys for each kind of destination."""
+    """Secret with the destination's credentials; names.py lists its keys for each kind of destination."""
     private: bool
     hub_endpoint: str | None
     """Address of the Hub; None for the library's default."""
@@ -78,10 +78,10 @@ class PublishPlan(PlanModel):
 
 
 class PlacementModel(PlanModel):
-    """A part of the placement. It concerns the operator, so a container ignores unknown fields here.
+    """A part of the placement. Only the operator uses it, so a container ignores unknown fields here.
 
-    A field that a release adds is written only if its value differs from the default, which means the earlier behaviour. So
-    trainer images of earlier releases read every plan that needs nothing new.
+    A field that a later release adds is written only if its value differs from the default, which stands for the earlier
+    behaviour. So trainer images of earlier releases can read every plan that uses no new feature.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -99,12 +99,12 @@ class PlacementModel(PlanModel):
 
 @cache
 def _added_defaults(model: type[PlacementModel]) -> dict[str, Any]:
-    """Return the defaults of the added fields. They are only compared with values, never changed."""
+    """Return the defaults of the added fields. Callers only compare with them, and must not modify them."""
     return {name: model.model_fields[name].get_default(call_default_factory=True) for name in model.ADDED}
 
 
 class PodPlacement(PlacementModel):
-    """The placement of one role's pods; lists and objects have Kubernetes' own form, as in a PodSpec."""
+    """The placement of one role's pods; lists and objects have the same form as in a PodSpec."""
 
     node_selector: dict[str, str] = Field(default_factory=dict)
     tolerations: tuple[dict[str, Any], ...] = ()
@@ -143,7 +143,7 @@ class PlacedPods(PlacementModel):
 
 
 class Placement(PlacementModel):
-    """The profile's decisions when the job started; later changes of the profile do not affect the job."""
+    """The settings of the profile when the job started; later changes to the profile do not affect the job."""
 
     ADDED = frozenset(
         {
@@ -160,34 +160,34 @@ class Placement(PlacementModel):
     gpu_memory: str | None = None
     """Memory of one device, as a quantity; None if training runs on the CPU."""
     gpu_product: str | None = None
-    """Name of the device; None if only the node selector has it, or none is known."""
+    """Product name of the device; None if only the node selector names it, or nothing does."""
     service_account_name: str
     run_as_user: int | None
     fs_group: int | None
     supplemental_groups: list[int] = Field(default_factory=list)
     node_selector: dict[str, str]
-    """Node labels that training pods need, in addition to those of `pods.train`."""
+    """Node labels that training pods require, in addition to the node selector of `pods.train`."""
     pods: PlacedPods = PlacedPods.model_construct()
     image_pull_secrets: tuple[str, ...] = ()
     """Secrets with which the trainer image is pulled."""
     queue_during_preflight: bool = False
-    """Whether the training Job waits in its queue from the start of preflight, gated until preflight has passed."""
+    """Whether the training Job already waits in its queue during preflight, with a gate that is removed once preflight passes."""
     requires_rehearsal: bool = False
     """Whether preflight has to rehearse the job to the end."""
     scratch_storage: str | None = None
-    """Size limit of /tmp; None in plans of releases without this field."""
+    """Size limit of /tmp; None in plans of releases that did not have this field."""
     signing_key_secret: str | None = None
     """Secret with the key that signs published results; None if they are not signed."""
     ca_bundle: CaBundle | None = None
-    """Certificate authorities that fetch and publish trust; None for those of the image."""
+    """Certificate authorities that fetch and publish trust; None for the image's own."""
     elastic: ElasticSettings | None = None
-    """Times after which the gang takes fewer nodes and asks for more; None if it always has all of them."""
+    """How long a gang waits before it runs on fewer nodes or asks for more; None if its size is fixed."""
     restarts_in_pod: int = 0
-    """Maximum number of restarts of ranks in the pod of a one-pod gang; 0 in plans of releases without such restarts."""
+    """Maximum number of rank restarts within the pod of a one-pod gang; 0 in plans of releases without this feature."""
 
 
 class PlacedModel(PlanModel):
-    """Base model."""
+    """The base model and its location."""
 
     location: ClaimPath
     """Location on the user's claim, or on the workspace if it is fetched."""
@@ -211,7 +211,7 @@ class PlacedData(PlanModel):
     @model_validator(mode="before")
     @classmethod
     def _from_single_source(cls, content: Any) -> Any:
-        """Read plans of the first releases, which had one training source and wrote only its location."""
+        """Accept plans of the first releases, which had a single training source and stored only its location."""
         if not isinstance(content, dict) or not isinstance(content.get("train"), dict):
             return content
         held_out = content.get("validation")
@@ -226,12 +226,12 @@ def _source_entry(location: dict[str, Any], field: str) -> dict[str, Any]:
 
 
 def claim_source(location: dict[str, Any]) -> str:
-    """Return a location on a claim as users write it."""
+    """Return a location on a claim in the form that users write."""
     return f"pvc://{location.get('claim', '')}/{location.get('path', '')}"
 
 
 class TrainedParts(PlanModel):
-    """Fine-tuning method: what is trained."""
+    """The fine-tuning method, which determines what is trained."""
 
     lora: Any = None
     adapter: Any = None
@@ -248,11 +248,11 @@ class Ranks(PlanModel):
     nodes: int
     processes_per_node: int
     min_nodes: int | None = None
-    """Minimum number of nodes of an elastic gang; None if the gang always has all of them."""
+    """Minimum number of nodes of an elastic gang; None if the gang's size is fixed."""
 
     @property
     def world_size(self) -> int:
-        """Number of ranks; for an elastic gang at its largest size, which is also the number of its virtual ranks."""
+        """Number of ranks. For an elastic gang, this is its maximum, which is also the number of virtual ranks."""
         return self.nodes * self.processes_per_node
 
     @property
@@ -262,44 +262,44 @@ class Ranks(PlanModel):
 
 
 class MergeSwitch(PlanModel):
-    """Merge and verification."""
+    """Whether the adapter is merged and the result verified."""
 
     enabled: bool
 
 
 class LaunchPlan(PlanModel):
-    """The part of a RunPlan that decides which children a job has."""
+    """The part of a RunPlan that determines which children a job has."""
 
     version: Literal[1] = 1
     model: PlacedModel
     data: PlacedData
     fetch: FetchPlan | None = None
-    """The sources to fetch; None if all are on claims."""
+    """The sources to fetch; None if all sources are on claims."""
     method: TrainedParts
     parallelism: Ranks
     merge: MergeSwitch
     workspace: ClaimPath
     """Directory of this job on the workspace claim."""
     output: ClaimPath
-    """Directory of the results: on the user's claim, or on the workspace, from which they are published."""
+    """Directory of the results: on the user's claim, or on the workspace, from which they are then published."""
     keeps_adapter: bool = True
-    """Whether the adapter is among the results besides a merged model."""
+    """Whether the results include the adapter even if there is a merged model."""
     publish: PublishPlan | None = None
     """The destination outside the cluster; None if the results stay on a claim."""
     placement: Placement | None
-    """The profile's decisions; None in local mode."""
+    """The settings of the profile when the job started; None in local mode."""
 
     @property
     def has_adapter(self) -> bool:
-        """Whether an adapter is among the results."""
+        """Whether the results include an adapter."""
         return self.method.trains_adapter and self.keeps_adapter
 
     @property
     def has_merged(self) -> bool:
-        """Whether a whole model is among the results: a merged or a fully trained one."""
+        """Whether the results include a whole model, either merged or fully fine-tuned."""
         return self.merge.enabled or not self.method.trains_adapter
 
 
 def read_launch_plan(text: str) -> LaunchPlan:
-    """Read the operator's part of a plan of any release. Raises pydantic.ValidationError."""
+    """Read the operator's part of a plan from any release. Raises pydantic.ValidationError."""
     return LaunchPlan.model_validate_json(text, extra="ignore")

@@ -1,4 +1,4 @@
-"""`data.mapping` with every name resolved, for readers of records. Processes that prepare data import it, so it loads fast."""
+"""`data.mapping` with every name resolved, for readers of records. Data preparation processes import this, so it loads fast."""
 
 from pydantic import BaseModel, ConfigDict
 
@@ -17,7 +17,7 @@ PRESETS: dict[MappingPreset, DataMapping] = {
         roles={"human": "user", "gpt": "assistant", "chatgpt": "assistant", "observation": "tool"},
     ),
 }
-"""Preset -> the mapping that it abbreviates."""
+"""Preset -> the mapping that it stands for."""
 OF_FORMAT: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.CHAT: (
         "messages", "role", "content", "roles", "system", "system_turn", "prompt", "input", "completion", "separator", "history",
@@ -26,21 +26,21 @@ OF_FORMAT: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.PROMPT_COMPLETION: ("prompt", "input", "completion", "separator", "ignored"),
     DataFormat.TEXT: ("text", "text_unit", "ignored"),
 }  # fmt: skip
-"""Format -> fields of a mapping that have an effect for it."""
+"""Format -> the mapping fields that apply to it."""
 OPTIONAL_KEYS = ("system", "history")
-"""Fields that name keys which a record may lack. A preset may have them without effect for a format that has no such part."""
+"""Fields that name optional keys of a record. A preset may set them even for a format to which they do not apply."""
 _PAIR = ("prompt", "input", "completion")
 
 
 class MappingPlan(BaseModel):
-    """Names of keys and roles in the records. The defaults are the fixed names of earlier releases, which had no mapping."""
+    """Names of keys and roles in the records. The defaults are the fixed names that releases without a mapping used."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
     messages: str = "messages"
     role: str = "role"
     content: str = "content"
     roles: dict[str, str] | None = None
-    """Role in the records -> role for the chat template; None if roles keep their names."""
+    """Role in the records -> role for the chat template; None if roles are not renamed."""
     system: str | None = None
     system_turn: str | None = None
     prompt: str = "prompt"
@@ -53,14 +53,14 @@ class MappingPlan(BaseModel):
     chat_of_pair: bool = False
     """Whether each chat is built from a prompt and a completion."""
     ignored: tuple[str, ...] = ()
-    """Keys of records, turns and parts that have no meaning for the job."""
+    """Keys of records, turns and parts that the job ignores."""
 
 
 UNMAPPED = MappingPlan()
 
 
 def mapped_fields(mapping: DataMapping) -> dict[str, object]:
-    """Return the fields that are set, including those of the preset, by name."""
+    """Return all fields that the mapping or its preset sets, by name."""
     preset = PRESETS[mapping.preset].model_dump(exclude_none=True) if mapping.preset is not None else {}
     written = mapping.model_dump(exclude_none=True, exclude={"preset"})
     roles = {**preset.get("roles", {}), **written.get("roles", {})}
@@ -68,7 +68,7 @@ def mapped_fields(mapping: DataMapping) -> dict[str, object]:
 
 
 def makes_chats_of_pairs(mapping: DataMapping | None, data_format: DataFormat) -> bool:
-    """Whether each chat is built from a question and its answer under two keys."""
+    """Whether each chat is built from a question and an answer that are stored under two keys."""
     if mapping is None or data_format is not DataFormat.CHAT:
         return False
     return any(name in mapped_fields(mapping) for name in _PAIR)

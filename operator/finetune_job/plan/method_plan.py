@@ -20,27 +20,27 @@ class LoraPlan(PlanModel):
     target_parameters: tuple[str, ...] = ()
     exclude_modules: tuple[str, ...] = ()
     layers_to_transform: tuple[int, ...] | None = None
-    """Numbers of the adapted layers; None for all."""
+    """Indices of the adapted layers; None for all layers."""
     init_lora_weights: LoraInit = LoraInit.ZERO_B
     modules_to_save: tuple[str, ...]
     trainable_token_indices: tuple[int, ...] = ()
     separate_token_rows: dict[str, tuple[int, ...]] = Field(default_factory=dict)
-    """Trained rows by module, instead of `trainable_token_indices`, if the output head has its own rows of added tokens. Filled
-    in by the trainer, which knows the tokens' ids."""
+    """Trained rows by module. Replaces `trainable_token_indices` if the output head has its own rows for added tokens. Filled in
+    by the trainer, which knows the token ids."""
     rank_pattern: dict[str, int]
     alpha_pattern: dict[str, int]
     lora_plus_ratio: float | None = None
-    """Learning rate of lora_B as a multiple of that of lora_A; None for the same rate."""
+    """Ratio of the learning rates of lora_B and lora_A; None if they are the same."""
     use_rslora: bool
     use_dora: bool
     bias: LoraBias
     autocast_adapter_dtype: bool
     fused_forward: bool = False
-    """Whether adapters compute in the base's element type with rounded factors, and the second product adds to the base's."""
+    """Whether adapters round their factors to the base's element type and fuse the second product with the addition."""
 
     @property
     def starts_from_base(self) -> bool:
-        """Whether initial values are computed from the base's weights and kept for the whole run."""
+        """Whether initial values are computed from the base's weights, once for the whole run."""
         return self.init_lora_weights.decomposes_base
 
 
@@ -53,7 +53,7 @@ class AdapterPlan(PlanModel):
 
 
 class QuantizationPlan(PlanModel):
-    """The settings of transformers' BitsAndBytesConfig; an element type of None means the model's."""
+    """The settings of transformers' BitsAndBytesConfig; None as an element type means that of the model."""
 
     bits: int
     quant_type: QuantType
@@ -69,29 +69,29 @@ class MethodPlan(TrainedParts):
     lora: LoraPlan | None
     adapter: AdapterPlan | None = None
     quantization: QuantizationPlan | None
-    """The packing of the base; set only for QLoRA and QDoRA."""
+    """How the base is quantised; set only for QLoRA and QDoRA."""
 
     @property
     def autocast_adapter_dtype(self) -> bool:
-        """Whether adapters are held in float32 on a 16-bit base."""
+        """Whether adapters are held in float32 although the base has 16 bits."""
         adapter = self.lora or self.adapter
         return adapter is not None and adapter.autocast_adapter_dtype
 
     @property
     def is_fused(self) -> bool:
-        """Whether adapters compute in the base's element type, whatever type they are held in."""
+        """Whether adapters compute in the base's element type, regardless of the type in which they are held."""
         return self.lora is not None and self.lora.fused_forward
 
     @property
     def saved_modules(self) -> tuple[str, ...]:
-        """Names of modules of the base that are trained whole and published with the adapter."""
+        """Names of base modules that are trained in full and saved with the adapter."""
         if self.lora is not None:
             return self.lora.modules_to_save
         return () if self.adapter is None else tuple(self.adapter.settings.get("modulesToSave") or ())
 
     @property
     def trains_parts_of_the_base(self) -> bool:
-        """Whether whole modules or biases of the base are trained, which must compute in the type of the parts around them."""
+        """Whether whole modules or biases of the base are trained; these must compute in the type of the surrounding base."""
         if self.lora is not None:
             return bool(self.saved_modules) or self.lora.bias is not LoraBias.NONE
         if self.adapter is None:

@@ -34,7 +34,7 @@ from finetune_job.plan.run_plan import (
 )
 
 SAMPLE_ANSWERS = 3
-"""Default number of sample answers in a report that only readers of the workspace can see."""
+"""Default number of sample answers, unless the report goes to a repository."""
 
 
 def resolve(
@@ -47,7 +47,7 @@ def resolve(
 ) -> RunPlan:
     """Return the plan of an accepted spec (one for which the rule book reports no error).
 
-    has_gpu: whether ranks have a GPU, if there is no profile to say so.
+    has_gpu: whether ranks have a GPU; used only if there is no profile.
     """
     choices = Choices()
     on_gpu = has_gpu if profile is None else profile.gpu is not None
@@ -95,7 +95,7 @@ def resolve(
 
 
 def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> Attention:
-    """Resolve the attention. Preflight chooses it by the model's structure if the manifest leaves it unset."""
+    """Resolve the attention implementation. If the manifest leaves it unset, preflight chooses one that suits the model."""
     if not on_gpu:
         return choices.pick("model.attention", spec.model.attention, Attention.SDPA, "keeps packed documents apart")
     reason = "preflight chooses: varlen if the model's attention can be computed document by document, else sdpa"
@@ -103,7 +103,7 @@ def attention_of(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> At
 
 
 def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:
-    """Plan the merge; full fine-tuning has nothing to merge."""
+    """Plan the merge; after full fine-tuning there is nothing to merge."""
     return MergePlanSettings(
         enabled=spec.merge.enabled and spec.method.type is not MethodType.FULL,
         base=spec.merge.base,
@@ -116,7 +116,7 @@ def merge_plan(spec: FineTuneJobSpec) -> MergePlanSettings:
 
 
 def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
-    """Return the directory of the results: on the user's claim, or on the workspace, from which they are published."""
+    """Return the directory of the results: on the user's claim, or on the workspace, from which they are then published."""
     place = parse_destination(spec.output.destination)
     if isinstance(place, ClaimPath):
         return place
@@ -124,7 +124,7 @@ def output_location(spec: FineTuneJobSpec, workspace: ClaimPath) -> ClaimPath:
 
 
 def sample_answers(spec: FineTuneJobSpec, choices: Choices) -> int:
-    """Return the number of sample answers: by default 0 for a repository, since its readers may differ from those of the data."""
+    """Return the number of sample answers: by default 0 for a repository, whose readers may not be allowed to see the data."""
     if spec.data.validation is None:
         return spec.output.sample_answers or 0
     if isinstance(parse_destination(spec.output.destination), HubPath | RegistryPath):
@@ -157,7 +157,7 @@ def publish_plan(spec: FineTuneJobSpec, profile: FineTuneProfileSpec | None, cho
 
 
 def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_elastic: bool = False) -> Placement:
-    """Return the decisions of the profile `name` for a job."""
+    """Return the placement of a job according to the profile, whose name is `name`."""
     pods = profile.pods
     return Placement(
         profile=name,
@@ -193,8 +193,8 @@ def placement_of(name: str, profile: FineTuneProfileSpec, run: RunSpec, *, is_el
 def _with_queue_of_job(settings: PodSettings, run: RunSpec) -> PodSettings:
     """Return the settings with the job's queue and priority, if it has any, in place of the profile's.
 
-    Under a queue the job's priority decides its place there (WorkloadPriorityClass), and the profile still decides which pods its
-    pods may displace. Without a queue the job's priority is the PriorityClass of its pods.
+    With a queue, the job's priority is its WorkloadPriorityClass, which decides its place in the queue, and the profile still
+    sets the PriorityClass of its pods. Without a queue, the job's priority is the PriorityClass of its pods.
     """
     queue = run.queue_name or settings.queue_name
     changed: dict[str, str | None] = {"queue_name": queue}

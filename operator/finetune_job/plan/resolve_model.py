@@ -1,4 +1,4 @@
-"""Resolves the parts of a plan for the trained parameters, the packing of the base, and the sharding of the model."""
+"""Resolves the parts of a plan for the trained parameters, the quantisation of the base, and the sharding of the model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from finetune_job.sharding import holds_adapters_as_the_base, needs_original_par
 DEFAULT_QUANT_TYPE = QuantType.NF4
 DEFAULT_DOUBLE_QUANT = True
 FUSED_BITS = 4
-"""Bits of a packed base that allow fused adapters; for 8 bits PEFT has a separate class."""
+"""Number of bits of a quantised base that allows fused adapters; for 8 bits, PEFT uses a different class."""
 
 
 def method_plan(spec: FineTuneJobSpec, choices: Choices, *, on_gpu: bool) -> MethodPlan:
     kind = spec.method.type
     as_base = holds_adapters_as_the_base(kind, spec.parallelism.fsdp.version, own_units=has_own_units(spec))
-    # A unit gathers its weights when it is called, but a fused forward pass does not call an adapter's modules.
+    # A unit gathers its weights when it is called, but a fused forward pass never calls the adapter's modules.
     own = spec.parallelism.fsdp.version == 1 and has_own_units(spec)
     quantization = (spec.method.quantization or QuantizationSpec()) if METHODS[kind].packs_base else None
     may_fuse = on_gpu and not own and (quantization is None or quantization.bits == FUSED_BITS)
@@ -88,12 +88,12 @@ def _lora(lora: LoraSpec, kind: MethodType, choices: Choices, *, as_base: bool, 
 
 
 def _sorted_mapping(value: Any) -> Any:
-    """Sort patterns alphabetically: the first match counts, and Kubernetes and adapter_config.json keep no other order."""
+    """Sort patterns alphabetically: the first match wins, and Kubernetes and adapter_config.json preserve no other order."""
     return dict(sorted(value.items())) if isinstance(value, dict) else value
 
 
 def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> QuantizationPlan:
-    """Resolve the packing of the base; `choices` collects the values that were left unset."""
+    """Resolve the quantisation of the base. Defaults for unset values are recorded in `choices`."""
     return QuantizationPlan(
         bits=quantization.bits,
         quant_type=choices.pick(
@@ -108,7 +108,7 @@ def quantization_plan(quantization: QuantizationSpec, choices: Choices) -> Quant
 
 
 def has_own_units(spec: FineTuneJobSpec) -> bool:
-    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user sets it, otherwise if they need it."""
+    """Whether PEFT's wrap policy puts adapters into FSDP units of their own: as the user has set it, or else if it is needed."""
     fsdp = spec.parallelism.fsdp
     if fsdp.peft_wrap_policy is not None:
         return fsdp.peft_wrap_policy
@@ -130,14 +130,14 @@ def trains_added_rows(spec: FineTuneJobSpec) -> bool:
 
 
 def trains_added_rows_of_head(spec: FineTuneJobSpec) -> bool:
-    """Whether an adapter trains rows of added tokens only in the output head, because the embedding is trained whole and the head
-    is not. Preflight refuses such a job if the model's head shares the values of the embedding.
+    """Whether an adapter trains rows of added tokens in the output head only, because the embedding is trained in full and the
+    head is not. Preflight refuses such a job if the head is tied to the embedding.
     """
     lora = spec.method.lora or LoraSpec()
     saved, targets = lora.modules_to_save or (), lora.target_modules or ()
     is_lora = METHODS[spec.method.type].family is Family.LORA
     names_head = any(name.rpartition(".")[2] in OUTPUT_HEADS for name in (*saved, *targets))
-    # A saved module with an unknown name may be the head, so all names must be known to be embeddings.
+    # A saved module with an unknown name may be the head, so every name must be a known embedding.
     only_embeddings = bool(saved) and all(names_embedding([name]) is not None for name in saved)
     return bool(spec.model.added_tokens) and is_lora and only_embeddings and not names_head
 

@@ -19,18 +19,18 @@ from finetune_job.plan.run_plan import (
 )
 
 USUAL_BATCH = 16
-"""Global batch that is chosen if it splits evenly over ranks and micro-batches, and the data fill it."""
+"""Default global batch, if it divides evenly among ranks and micro-batches and there are enough records to fill it."""
 LARGEST_CHOSEN_MICRO_BATCH = 8
-"""Largest micro-batch that is chosen, in sequences; above it the memory of activations grows faster than the throughput."""
+"""Largest micro-batch that is chosen, in sequences; beyond that, activation memory grows faster than throughput."""
 
 
 ADAM_BETAS, ADAM_EPSILON, MOMENTUM = ("0.9", "0.999"), "1e-8", "0.9"
-"""Values that the papers recommend (Kingma and Ba, 2015; Sutskever et al., 2013); if torch has a default, it is the same."""
+"""Values recommended in the papers (Kingma and Ba, 2015; Sutskever et al., 2013). Where torch has a default, it is the same."""
 MIN_LEARNING_RATE_RATIO, DECAY_RATIO = "0", "0.2"
 USUAL_LEARNING_RATES = {True: "2e-5", False: "2e-4"}
-"""Whether the model's own weights are trained -> chosen learning rate, for every optimizer."""
+"""Whether the model's own weights are trained -> default learning rate, for all optimizers."""
 USUAL_SGD_LEARNING_RATE = "0.01"
-"""Proposed learning rate of SGD, for which the rates above are far too low."""
+"""Learning rate proposed for SGD, for which the rates above are far too low."""
 
 
 def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath, *, on_gpu: bool) -> TrainingPlan:
@@ -92,7 +92,7 @@ def training_plan(spec: FineTuneJobSpec, choices: Choices, workspace: ClaimPath,
 
 
 def _precision(spec: FineTuneJobSpec, choices: Choices) -> Precision | None:
-    """Resolve the precision. Preflight chooses it from the type of the base if the manifest leaves it unset."""
+    """Resolve the precision. If the manifest leaves it unset, preflight chooses it by the element type of the base."""
     mixed = spec.parallelism.fsdp.mixed_precision
     if mixed is not None and mixed.param_dtype is not None:
         return spec.training.precision

@@ -1,9 +1,9 @@
-"""The frozen contract between operator, command line and trainer, with every value resolved or left to preflight.
+"""The frozen contract between operator, command line and trainer: every value is either resolved or left to preflight.
 
-Numbers that are strings in the spec are floats here, because programs compute with them; JSON written by Python reads back to the
-same float. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its report.
-A field's default is the behaviour of releases without that field; `resolve` sets every field, and choices.py records those that
-the user left unset.
+Numbers that are strings in the spec are floats here, because programs compute with them; floats survive a round trip through
+Python's JSON. Values that depend on the model itself (the layer classes to wrap) stay None; preflight resolves them into its
+report. A field's default is the behaviour of releases that did not have the field; `resolve` sets every field, and choices.py
+records those that the user left unset.
 """
 
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ class AddedTokenPlan(PlanModel):
     stop: bool = False
 
     def written(self) -> dict[str, Any]:
-        """Return the token as a manifest contains it."""
+        """Return the token in the form that a manifest has."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -54,21 +54,21 @@ class ModelPlan(PlacedModel):
     """Base model."""
 
     name: str
-    """Name on the Hub, `<org>/<name>`, if the manifest has one, otherwise the source as the user wrote it."""
+    """Name on the Hub, `<org>/<name>`, if the manifest contains it; otherwise the source as the user wrote it."""
     revision: str | None = None
     dtype: Dtype | None
-    """Element type of the base; None for the stored one."""
+    """Element type of the base; None for the type in which it is stored."""
     attention: Attention
     max_positions: int | None = None
-    """Longest record in tokens, only for rotary positions; None for the length in config.json."""
+    """Maximum number of positions, only for models with rotary embeddings; None for the number in config.json."""
     added_tokens: tuple[AddedTokenPlan, ...] = ()
-    """Added tokens in the order of their ids."""
+    """Added tokens, in ascending order of their ids."""
     allow_remote_code: bool
 
     @model_validator(mode="before")
     @classmethod
     def _named_by_location(cls, content: Any) -> Any:
-        """Read plans of the first releases, which read only from claims and named the base by its location."""
+        """Accept plans of the first releases, which could only read from claims and named the base by its location."""
         if isinstance(content, dict) and "name" not in content and isinstance(content.get("location"), dict):
             return content | {"name": claim_source(content["location"])}
         return content
@@ -80,22 +80,22 @@ class DatasetPlan(PlacedRecords):
     source: str
     """The source as the user wrote it, for messages."""
     weight: float
-    """How often each record occurs in one pass."""
+    """How many times each record occurs in one pass over the data."""
     splits: tuple[str, ...] = ()
-    """Splits of a directory, of which the first that exists is read; empty for all files."""
+    """Candidate splits of a directory: the first one that exists is read. If empty, all files are read."""
     split_is_chosen: bool = False
-    """Whether the user named the split, in which case a directory without it is refused."""
+    """Whether the user named the split; if so, a directory without that split is refused."""
 
 
 class DataPlan(PlacedData):
-    """Records and their tokenisation."""
+    """The records and how they are tokenised."""
 
     train: tuple[DatasetPlan, ...]
     validation: DatasetPlan | None
     format: DataFormat
     mapping: MappingPlan = UNMAPPED
     chat_template: str | None = None
-    """Chat template in Jinja, even if the user named a built-in one; None for the tokenizer's own."""
+    """The chat template's Jinja source, even if the user named a built-in template; None for the tokenizer's own template."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     max_sequence_length: int
     packing: bool
@@ -104,7 +104,7 @@ class DataPlan(PlacedData):
 
 
 class TrainingPlan(PlanModel):
-    """Optimisation."""
+    """The settings of training."""
 
     REMOVED: ClassVar[frozenset[str]] = frozenset({"fp8"})
     epochs: int | None
@@ -124,34 +124,34 @@ class TrainingPlan(PlanModel):
     decay_ratio: float = 0.2
     weight_decay: float
     max_grad_norm: float
-    """Largest gradient norm; 0 for no clipping."""
+    """Gradient norm above which gradients are clipped; 0 for no clipping."""
     precision: Precision | None
-    """Precision of the computation; None for the types in which base and adapters are held. On a GPU preflight may choose it."""
+    """Precision of the computation; None for the types in which base and adapters are held. On GPUs preflight may choose it."""
     activation_checkpointing: ActivationCheckpointing
     compile: bool = False
     reduction: GradientReduction = GradientReduction.FAST
     deterministic: bool = False
     step_timeout_seconds: int = 3600
-    """Time limit of a step. The default is that of releases without a watchdog: the time-out of collectives, one hour."""
+    """Time limit of a step. The default of one hour is the timeout of collectives, the only limit before there was a watchdog."""
     trackers: tuple[str, ...] = ()
     start_from: ClaimPath | None = None
-    """Checkpoint of another job with the initial values of the trained parameters; None for the method's own."""
+    """Checkpoint of another job from which the trained parameters are initialised; None for the method's own initialisation."""
     seed: int
 
 
 class FsdpPlan(PlanModel):
-    """Sharding. Fields of version 1 are None under version 2, and vice versa."""
+    """The settings of FSDP. Fields that only one version has are None under the other."""
 
     version: int
     auto_wrap_policy: AutoWrapPolicy
     transformer_layer_cls_to_wrap: tuple[str, ...] | None
-    """Layer classes that become units; None for the model's own, which preflight finds and records in its report."""
+    """Layer classes that become FSDP units; None for the model's own classes, which preflight records in its report."""
     min_num_params: int | None
     peft_wrap_policy: bool | None
     use_orig_params: bool | None
     sync_module_states: bool | None
     reshard_after_forward: bool | None
-    """Whether gathered parameters are freed; None under version 2 if preflight chooses it and records it in its report."""
+    """Whether gathered parameters are freed after forward; None under version 2 if preflight chooses and reports it."""
     offload_params: bool
     param_dtype: Dtype | None
     reduce_dtype: Dtype | None
@@ -164,40 +164,40 @@ class ParallelismPlan(Ranks):
 
     @property
     def leaves_resharding_open(self) -> bool:
-        """Whether preflight chooses if ranks free gathered parameters after the forward pass."""
+        """Whether it is left to preflight if ranks free gathered parameters after the forward pass."""
         return self.world_size > 1 and self.fsdp.version == 2 and self.fsdp.reshard_after_forward is None
 
 
 class CheckpointPlan(PlanModel):
-    """The interval between checkpoints, in steps or seconds, whichever comes first, and the number that is kept."""
+    """The interval between checkpoints, in steps or seconds, whichever comes first, and how many checkpoints are kept."""
 
     every_steps: int
     every_seconds: int | None = None
     """Seconds after which a checkpoint is due; None if only steps count."""
     adaptive: bool = False
-    """Whether lost attempts shorten the interval."""
+    """Whether the interval is shortened after attempts are lost."""
     asynchronous: bool = False
     keep: int
 
 
 class EarlyStoppingPlan(PlanModel):
-    """Early stopping of a run that no longer improves."""
+    """When to stop a run that no longer improves."""
 
     patience: int
     min_delta: float
 
 
 class EvaluationPlan(PlanModel):
-    """Held-out loss."""
+    """When to evaluate the held-out loss."""
 
     every_steps: int | None
-    """Steps between evaluations; None for only before the first step and after the last."""
+    """Steps between evaluations; if None, there are only two, before the first step and after the last."""
     early_stopping: EarlyStoppingPlan | None = None
     load_best_model_at_end: bool = False
 
 
 class MergePlanSettings(MergeSwitch):
-    """Merge and verification."""
+    """How to merge the adapter and verify the result."""
 
     base: MergeBase = MergeBase.ORIGINAL
     dtype: Dtype | None
@@ -208,7 +208,7 @@ class MergePlanSettings(MergeSwitch):
 
 
 class Choice(PlanModel):
-    """A value that the user left unset and the plan or preflight fixed."""
+    """A value that the user left unset and that the plan or preflight chose."""
 
     field: str
     value: Any
@@ -229,24 +229,24 @@ class RunPlan(LaunchPlan):
     evaluation: EvaluationPlan
     merge: MergePlanSettings
     rehearses: bool = False
-    """Whether preflight tries the job on a scaled-down model."""
+    """Whether preflight rehearses the job on a scaled-down model."""
     sample_answers: int = 0
-    """Number of held-out records that the report shows with the answers of base and tuned model."""
+    """Number of held-out records for which the report shows the answers of the base model and the tuned model."""
     choices: tuple[Choice, ...]
 
     def leaves_open(self, field: str) -> bool:
-        """Whether preflight chooses this field; until then `training` has the value that is used if it cannot choose."""
+        """Whether this field is left to preflight. Until preflight chooses, `training` contains the fallback value."""
         return any(choice.field == field and choice.value is None for choice in self.choices)
 
     @property
     def batch_unit(self) -> int:
-        """Number of sequences of which the global batch must be a multiple: a micro-batch that the manifest sets is kept."""
+        """Number that the global batch must be a multiple of: the ranks, times the micro-batch if the manifest sets one."""
         is_chosen = any(choice.field == MICRO_BATCH_FIELD for choice in self.choices)
         return self.parallelism.world_size * (1 if is_chosen else self.training.micro_batch_size)
 
     @property
     def leaves_batches_open(self) -> bool:
-        """Whether preflight chooses how a rank computes its share of a step."""
+        """Whether it is left to preflight how a rank divides its share of a step into micro-batches."""
         return self.leaves_open(MICRO_BATCH_FIELD) or self.leaves_open(RECOMPUTATION_FIELD)
 
     @property
@@ -255,7 +255,7 @@ class RunPlan(LaunchPlan):
         return self.leaves_open(ATTENTION_FIELD)
 
     def wrong_choice(self, chosen: Iterable[Choice]) -> Choice | None:
-        """Return the first choice for an open field whose value preflight could not have chosen for this plan."""
+        """Return the first choice for an open field whose value is not one that preflight may choose for this plan."""
         chosen = [choice for choice in chosen if self.leaves_open(choice.field)]
         batch = [choice for choice in chosen if choice.field == GLOBAL_BATCH_FIELD]
         if batch and all(map(self._can_be, batch)):
@@ -294,23 +294,23 @@ class RunPlan(LaunchPlan):
         if ATTENTION_FIELD in by_field:
             plan = plan.with_attention(Attention(by_field[ATTENTION_FIELD].value))
         if PRECISION_FIELD in by_field and by_field[PRECISION_FIELD].value == Precision.BF16 and not self.method.is_fused:
-            # Fused adapters compute in the base's type anyway, without the copies that autocast keeps.
+            # Not for fused adapters: they already compute in the base's type, without the copies that autocast keeps.
             plan = plan.with_training(precision=Precision.BF16).with_fsdp(param_dtype=Dtype.BFLOAT16)
         return plan
 
     def with_attention(self, attention: Attention) -> Self:
-        """Return the plan with another attention implementation."""
+        """Return the plan with this attention implementation."""
         return self.model_copy(update={"model": self.model.model_copy(update={"attention": attention})})
 
     def with_training(self, **values: Any) -> Self:
-        """Return the plan with other values of `TrainingPlan`, and the accumulation that follows from them."""
+        """Return the plan with these values of `TrainingPlan` replaced, and gradient accumulation adjusted to them."""
         training = self.training.model_copy(update=values)
         at_once = training.micro_batch_size * self.parallelism.world_size
         training = training.model_copy(update={"gradient_accumulation_steps": training.global_batch_size // at_once})
         return self.model_copy(update={"training": training})
 
     def with_fsdp(self, **values: Any) -> Self:
-        """Return the plan with other values of `FsdpPlan`."""
+        """Return the plan with these values of `FsdpPlan` replaced."""
         fsdp = self.parallelism.fsdp.model_copy(update=values)
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update={"fsdp": fsdp})})
 

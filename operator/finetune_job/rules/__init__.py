@@ -1,1 +1,1 @@
-"""The rule book: what is refused before anything starts, with field, value, reason and fix."""
+"""The rule book: what is refused before anything starts. Each finding has the field, the value, the reason and a fix."""

@@ -36,43 +36,43 @@ _TOPICS = (
     *(wrapping, dtypes, quantization, method_configuration, experts, tokens, data, optimizer, launch, elastic, versions),
     *(merging, evaluation, outputs, workspace, sources),
 )
-"""The module or package of each topic, whose rows are in the TOML file of the same name."""
+"""The module or package of each topic; its rows are in the TOML file of the same name."""
 
 
 class Rule(BaseModel, frozen=True, extra="forbid"):
-    """One documented pitfall: its row in the book, and the function that finds it."""
+    """A documented pitfall: its row in the rule book, and the function that detects it."""
 
     id: str
     topic: str
-    """The module or package of the book that holds the rule: `wrapping`, `quantization` and so on."""
+    """The module or package that contains the rule: `wrapping`, `quantization` and so on."""
     check: Check | None
-    """The function that finds the pitfall; None for a range, which the row defines completely."""
+    """The function that detects the pitfall; None for a range, which the row defines completely."""
     title: str
     severity: Severity = "error"
     paths: tuple[str, ...] = Field(alias="reads")
-    """Fields under `spec` that the check looks at."""
+    """Fields under `spec` that the check reads."""
     sources: tuple[str, ...] = ("this product's API",)
     """Documents that describe the pitfall."""
     holds_for: str = "this trainer, every version"
-    """Library versions, in words for the catalogue; the default is for rules that follow from how this product works."""
+    """Affected library versions, in words for the catalogue; the default is for rules that follow from how this product works."""
     test: str = ""
     """The test that shows the failure with the real libraries: path of the module, `::` and the name of the test."""
     observed: str = ""
-    """The exception in that test, or the damage if there is no exception."""
+    """The exception that the test observes, or the damage if there is no exception."""
     not_reproduced: str = ""
     """Why no test shows the failure with the real libraries; either this or `test` and `observed` are set."""
     applies_to: Literal["ours", "accelerate", "Trainer"] = "ours"
-    """The software that fails: only a failure of `ours` (this product) may refuse a job; the others inform about other tools."""
+    """The software that fails. Rules refuse jobs only for failures of `ours` (this product); the others are for information."""
     needs_human: bool = False
-    """Whether only a person can decide on the fix, because it gives up something that works; programs do not apply it unasked."""
+    """Whether only a person can decide on the fix, because it gives up something that works. Programs ask before applying it."""
     in_preflight: str = ""
-    """The problems that only preflight finds, under the same id; empty if this check finds all of them."""
+    """Problems that only preflight can find, which it reports under the same id; empty if this check finds all problems."""
     message: str = ""
     """The message, if it is the same for every job; otherwise the check writes it."""
     fix: str = ""
     """The remedy, if it is the same for every job."""
     changes: dict[str, Any] = {}
-    """New value by path under `spec`, if it is the same for every job; if empty, the first field that the rule reads is
+    """New values by path under `spec`, if they are the same for every job. If empty, the first field that the rule reads is
     removed."""
     range: Range | None = None
     no_effect: NoEffect | None = None
@@ -87,7 +87,7 @@ class Rule(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Fields of the object that the check looks at, such as `spec.training.epochs`."""
+        """Fields of the object that the check reads, such as `spec.training.epochs`."""
         return tuple(f"spec.{path}" for path in self.paths)
 
     @property
@@ -100,7 +100,7 @@ class Rule(BaseModel, frozen=True, extra="forbid"):
         return "reproduced" if self.test else "source"
 
     def find(self, context: RuleContext) -> Finding | None:
-        """Return the rule's finding for this job; None if it has none."""
+        """Return the rule's finding for this job; None if the job has no such problem."""
         problem: Problem | bool | None
         if self.check is None:
             problem = self.range.problem(context.spec, self.paths) if self.range is not None else None
@@ -131,7 +131,7 @@ class Rule(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_rules() -> Iterator[Rule]:
-    """Yield the rules in the order of the topics and their rows. Raises ValueError if rows and functions do not match."""
+    """Yield the rules in the order of topics and rows. Raises ValueError if rows and functions do not match."""
     seen: set[str] = set()
     for module in _TOPICS:
         topic = module.__name__.rpartition(".")[2]
@@ -151,7 +151,7 @@ _BY_ID = {rule.id: rule for rule in RULES}
 
 
 def evaluate(context: RuleContext) -> tuple[Finding, ...]:
-    """Return every finding, errors first, otherwise in the order of the book."""
+    """Return all findings: errors first, otherwise in the order of the rule book."""
     findings = [finding for rule in RULES if (finding := rule.find(context)) is not None]
     return tuple(sorted(findings, key=lambda finding: finding.severity != "error"))
 

@@ -1,4 +1,4 @@
-"""Rules on the records that a job names, and on settings of `data` that belong together."""
+"""Rules on the sources of records, and on settings of `data` that depend on each other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _LOSS_ON = "data.lossOn"
 _MAPPING = "data.mapping"
 
 WEIGHTS = Bounds(((">", 0.0), ("<=", 100.0)))
-"""Range of the occurrences of a record in one pass; with more than the maximum, a run only repeats itself."""
+"""Allowed number of times that a record occurs in one pass; beyond the maximum, a run only repeats itself."""
 _UNKNOWN_SOURCE = "pvc://data/train.jsonl"
-"""Example of a source for a fix, since only the user knows the real address."""
+"""Example source for use in a fix, since only the user knows the real address."""
 
 
 @rule("source-or-datasets")
@@ -76,7 +76,7 @@ def chat_template_without_chat(context: RuleContext) -> Problem | None:
         value=shown,
         message=f"records of format {data.format} are not chats, so nothing would be rendered with it",
         fix=f"set {_FORMAT}: Chat if the records hold messages, or remove {_TEMPLATE}",
-        # A user who writes a template but no format most likely has chats.
+        # A user who sets a chat template but no format most likely has chats.
         changes={_FORMAT: DataFormat.CHAT} if may_be_chats else {_TEMPLATE: None},
     )
 
@@ -157,7 +157,7 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
         wrong, message = ["messages"], "prompt and completion are mapped too, but a chat comes from those two or from messages"
     if not wrong:
         return None
-    # A preset is for one format; other fields may belong to another format.
+    # Find a format to which all of these fields apply, if there is one.
     fits = next((kind for kind in DataFormat if all(name in OF_FORMAT[kind] for name in fields)), None)
     is_written = getattr(data.mapping, wrong[0]) is not None
     named = f"{_MAPPING}.{to_camel(wrong[0]) if is_written else 'preset'}"
@@ -171,18 +171,18 @@ def mapping_without_effect(context: RuleContext) -> Problem | None:
 
 
 def _files(context: RuleContext, ending: str) -> list[NamedSource]:
-    """Return the sources of records that are single files with this ending."""
+    """Return the data sources that are single files with this suffix."""
     return [named for named in named_sources(context.spec) if not named.is_model and named.source.lower().endswith(ending)]
 
 
 def _tables(context: RuleContext, data_format: DataFormat) -> list[NamedSource]:
-    """Return the CSV files whose rows would have to hold the turns of a chat in this format."""
+    """Return the CSV files, if this format would require a row to contain all turns of a chat."""
     holds_turns = data_format is DataFormat.CHAT and not makes_chats_of_pairs(context.spec.data.mapping, data_format)
     return _files(context, ".csv") if holds_turns else []
 
 
 def _texts(context: RuleContext, data_format: DataFormat) -> list[NamedSource]:
-    """Return the plain-text files whose records would need several parts in this format."""
+    """Return the plain-text files, if this format requires records with several parts."""
     return [] if data_format is DataFormat.TEXT else _files(context, ".txt")
 
 

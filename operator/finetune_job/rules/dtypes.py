@@ -1,4 +1,4 @@
-"""Rules on element types that meet in one FSDP unit, and on values that are too large or too small for a type."""
+"""Rules on mixed element types within an FSDP unit, and on values that are too large or too small for their type."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def float16_adapter(context: RuleContext) -> Problem | None:
         return None
     # Float32 adapters may need different FSDP units than float16 adapters.
     units = (_PEFT_POLICY, _ORIG_PARAMS) if plan.parallelism.fsdp.version == 1 else ()
-    # If autocastAdapterDtype is not written, its value follows from the FSDP units.
+    # If the manifest does not set autocastAdapterDtype, its value follows from the FSDP units.
     is_written = context.spec.method.lora is not None and context.spec.method.lora.autocast_adapter_dtype is not None
     changes = dict.fromkeys((_AUTOCAST, *units) if is_written or not units else units)
     return Problem(
@@ -92,7 +92,7 @@ def saved_module_16_bit(context: RuleContext) -> Problem | None:
     lora, base = plan.method.lora, held_dtype(plan)
     if lora is None or lora.autocast_adapter_dtype or not lora.modules_to_save or base in (None, Dtype.FLOAT32):
         return None
-    # With packed weights, another precision is not a simple fix: their storage and computation would also have to change.
+    # With quantised weights, changing the precision is no simple fix: their storage and compute types would have to change too.
     packed = plan.method.quantization is not None
     return Problem(
         value=list(lora.modules_to_save),
@@ -110,7 +110,7 @@ def float16_range(context: RuleContext) -> Problem | None:
     if (given or held_dtype(plan)) is not Dtype.FLOAT16:
         return None
     storage = plan.method.quantization.quant_storage if plan.method.quantization else None
-    # Change all float16 settings at once: another rule refuses types that differ from each other.
+    # Change all float16 settings together: another rule refuses types that differ from each other.
     settings = {_PARAM_DTYPE: given, "model.dtype": held_dtype(plan), "method.quantization.quantStorage": storage}
     changes = {name: Dtype.BFLOAT16 for name, value in settings.items() if value is not None and str(value) == Dtype.FLOAT16}
     return Problem(

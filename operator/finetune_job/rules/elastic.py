@@ -1,4 +1,4 @@
-"""Rules on elastic gangs: the result must not depend on the number of nodes, and a gang has a minimum size."""
+"""Rules on elastic gangs: the result must not depend on the number of nodes, and the minimum size must be possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on the held-out loss: evaluation, early stopping, and the checkpoint that becomes the result."""
+"""Rules on what uses the held-out loss: evaluation, early stopping, and the choice of the resulting checkpoint."""
 
 from __future__ import annotations
 

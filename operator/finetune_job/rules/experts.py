@@ -1,4 +1,4 @@
-"""Rules on adapters on parameters, above all on the stacked weights of experts."""
+"""Rules on adapters that target parameters instead of modules, above all the stacked weights of experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules on ranks, batches, recomputation, storage that several nodes share, and the requirements and limits of a profile."""
+"""Rules on ranks, batches, recomputation, storage shared by several nodes, and a profile's requirements and limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REDUCTION, _METHOD, _VERSION, _LORA = "training.reduction", "method.type", "par
 _NODES, _PROCESSES, _ELASTIC = "parallelism.nodes", "parallelism.processesPerNode", "parallelism.elastic"
 PACKED_BITS, ORDERED_FSDP = 4, 2
 LARGEST_GLOBAL_BATCH = 1_000_000
-"""Maximum of the field in the schema."""
+"""Maximum of `globalBatchSize` in the schema."""
 
 
 @rule("compile-with-selective-checkpointing")
@@ -84,7 +84,7 @@ def ordered_reduction_not_possible(context: RuleContext) -> Problem | None:
     reason = next(against_order(context), None)
     if reason is None:
         return None
-    # An elastic gang needs ordered reduction, so without it the gang cannot be elastic.
+    # Elastic gangs need ordered reduction, so if that is removed, the elastic setting has to be removed too.
     fields = [_REDUCTION] if context.spec.parallelism.elastic is None else [_REDUCTION, _ELASTIC]
     return Problem(
         value=GradientReduction.ORDERED,
@@ -96,7 +96,7 @@ def ordered_reduction_not_possible(context: RuleContext) -> Problem | None:
 
 
 def against_order(context: RuleContext) -> Iterator[str]:
-    """Yield the reasons why the gradients of a job cannot be added up in order."""
+    """Yield the reasons why a job's gradients cannot be summed in a fixed order."""
     method, lora, fsdp = context.plan.method, context.plan.method.lora, context.plan.parallelism.fsdp
     if lora is None:
         yield f"{_METHOD} is {method.type}"
@@ -127,7 +127,7 @@ def rehearsal_required(context: RuleContext) -> Problem | None:
 
 @rule("profile-limit-exceeded")
 def profile_limit_exceeded(context: RuleContext) -> Problem | None:
-    """Return the problem of the first limit that is exceeded."""
+    """Report the first limit of the profile that the job exceeds."""
     if context.profile is None:
         return None
     limits, run, ranks = context.profile.limits, context.spec.run, context.spec.parallelism

@@ -1,4 +1,4 @@
-"""Rules on the merged model: methods that can be merged, element type, base and verification."""
+"""Rules on the merge: which methods can be merged, the element type, the base and the verification."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from finetune_job.rules.rule import Problem, RuleContext, rule
 _BASE = "merge.base"
 _DTYPE = "merge.dtype"
 _LEAST_DIVERGENCE = Decimal("1e-17")
-"""A gate at or below this divergence refuses correct merges: small models merged into float32 have 1e-16 to 6e-16."""
+"""A limit at or below this divergence rejects correct merges: small models merged in float32 reach 1e-16 to 6e-16."""
 
 
 @rule("merge-dtype-overflow")
@@ -33,7 +33,7 @@ def merge_dtype_overflow(context: RuleContext) -> Problem | None:
 def verification_divergence_zero(context: RuleContext) -> Problem | None:
     merge = context.spec.merge
     written = merge.verify.max_kl_divergence
-    # Other methods may change only stored weights, such as a norm; their merges then lose nothing by rounding.
+    # Other methods may only replace stored weights, such as those of a norm; such a merge involves no rounding.
     is_rounded = METHODS[context.spec.method.type].family is Family.LORA
     if written is None or Decimal(written) > _LEAST_DIVERGENCE or not merge.enabled or not is_rounded:
         return None

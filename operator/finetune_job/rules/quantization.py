@@ -1,4 +1,4 @@
-"""Rules on QLoRA and QDoRA: the bits of packed weights, and the element types in which they are stored."""
+"""Rules on QLoRA and QDoRA: the number of bits of quantised weights, and the element types in which they are stored."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
         return None
     packed = lora_kind(packs_base=True, magnitudes=entry.needs.magnitudes)
     remove, pack = f"remove {_QUANTIZATION}", f"set {_TYPE} to {packed}"
-    # QLoRA is LoRA, and QDoRA is DoRA, on a quantised base; the user would have to give up any other method.
+    # QLoRA and QDoRA are LoRA and DoRA on a quantised base; a user of any other method would have to give it up.
     is_meant = entry.family is Family.LORA
     return Problem(
         value="set",
@@ -40,7 +40,7 @@ def quantization_without_qlora(context: RuleContext) -> Problem | None:
 
 
 def _as_packed(context: RuleContext, kind: MethodType) -> dict[str, Any]:
-    """Return the change of the type, and those that the rules below would then require in settings that were ignored before."""
+    """Return the change of method, plus the changes that the rules below then require in settings that had no effect before."""
     method = context.spec.method.model_copy(update={"type": kind})
     packed = replace(context, spec=context.spec.model_copy(update={"method": method}))
     changes: dict[str, Any] = {_TYPE: kind}

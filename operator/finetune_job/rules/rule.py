@@ -1,7 +1,7 @@
-"""The context that a rule examines, the problems that it reports, and the registration of its function.
+"""The context that a rule examines, the problem that it reports, and the decorator that registers its function.
 
-A rule is a row in the TOML file of its topic (`merging.toml`), which describes it, and a function under the row's id in the
-module of that topic (`merging.py`), which finds the problem. `book.py` joins the two.
+A rule has two parts: a row in the TOML file of its topic (such as `merging.toml`), which describes it, and a function in the
+topic's module (`merging.py`), registered under the row's id, which finds the problem. `book.py` joins the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_job.plan.run_plan import JobIdentity, RunPlan
 
 _UNKNOWN_JOB = JobIdentity(namespace="", name="", uid="")
 _NEEDS_QUOTES = re.compile(r"[-+]?\.?[0-9][-+.:0-9a-fox_]*|[-+]?\.(?:inf|nan)|true|false|yes|no|on|off|null|~|", re.IGNORECASE)
-"""Matches strings that need quotes because YAML would read them as something else, like a number or a time, and some others."""
+"""Matches strings that need quotes because YAML would parse them as another type, such as a number or a time, and a few more."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class RuleContext:
     profile: FineTuneProfileSpec | None = None
     """The job's profile; None if it is not known, as in `finetune validate` on a laptop."""
     job_name: str = ""
-    """Name of the job, from which the claim of the workspace's template gets its name; empty if the job is not known."""
+    """Name of the job, after which the workspace claim from the template is named; empty if the job is not known."""
 
     @cached_property
     def plan(self) -> RunPlan:
@@ -50,7 +50,7 @@ class RuleContext:
 
     @cached_property
     def wrong_settings(self) -> list[WrongSetting]:
-        """The mistakes in `method.settings`, for methods that have settings. Found once, because it is slow."""
+        """The mistakes in `method.settings`, for methods that have settings. Computed only once, because it is slow."""
         method = self.spec.method
         entry = METHODS[method.type]
         return peft_fields(method.type, method.settings or {})[1] if entry.family is Family.OTHER and not entry.refused else []
@@ -58,26 +58,26 @@ class RuleContext:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem that a check found. Fields that it leaves empty are taken from the rule's row."""
+    """The problem that a check found. Empty fields are filled in from the rule's row."""
 
     value: Any
     message: str = ""
-    """The message; empty for that of the row."""
+    """The message; empty to use that of the row."""
     fix: str = ""
-    """The fix; empty for that of the row."""
+    """The fix; empty to use that of the row."""
     field: str = ""
     """Path under `spec`, such as `training.epochs`; empty for the first field that the rule reads."""
     changes: Mapping[str, Any] | None = None
-    """New value by path under `spec`; None there removes the field. Without a mapping the row's changes apply; if the row has
-    none either, the field is removed."""
+    """New values by path under `spec`; a value of None removes the field. If `changes` itself is None, the row's changes apply;
+    if the row has none either, `field` is removed."""
 
 
 Check = Callable[[RuleContext], Problem | bool | None]
-"""A function that returns the problem, if there is one. For a row with `no_effect` it returns whether the fields have no
+"""A function that returns the problem, if there is one. If its row has `no_effect`, it returns whether the fields have no
 effect."""
 _Check = TypeVar("_Check", bound=Check)
 CHECKS: dict[str, Check] = {}
-"""Every check by the id of its rule."""
+"""All checks by the id of their rule."""
 
 
 def rule(identifier: str) -> Callable[[_Check], _Check]:
@@ -92,7 +92,7 @@ def rule(identifier: str) -> Callable[[_Check], _Check]:
 
 
 def format_value(value: Any) -> str:
-    """Format a value as in a manifest."""
+    """Format a value as it appears in a manifest."""
     match value:
         case None:
             return "unset"
@@ -107,26 +107,26 @@ def format_value(value: Any) -> str:
 
 
 def _format_nested(value: Any) -> str:
-    """Format a value inside a list or a mapping, where quotes distinguish a string from a number."""
+    """Format a value inside a list or mapping, with quotes around strings to distinguish them from numbers."""
     if isinstance(value, str):
         return f'"{value}"'
     return "null" if value is None else format_value(value)
 
 
 def changes_text(changes: Iterable[FieldChange]) -> str:
-    """Write changes in one line, as in "spec.data.packing: false, spec.training.epochs removed"."""
+    """Describe changes in one line, such as "spec.data.packing: false, spec.training.epochs removed"."""
     return ", ".join(
         f"{change.field} removed" if change.value is None else f"{change.field}: {yaml_text(change.value)}" for change in changes
     )
 
 
 def yaml_text(value: Any) -> str:
-    """Format a value as it is written after a colon in YAML."""
+    """Format a value for use after a colon in YAML."""
     return json.dumps(value) if isinstance(value, str) and _NEEDS_QUOTES.fullmatch(value) else format_value(value)
 
 
 def with_changes(document: dict[str, Any], changes: Iterable[FieldChange]) -> dict[str, Any]:
-    """Return a copy of an object with the changes. A value that blocks a longer path is replaced by a mapping."""
+    """Return a copy of an object with the changes applied. A value on the way to a changed field is replaced by a mapping."""
     changed = copy.deepcopy(document)
     for change in changes:
         *parents, last = change.field.split(".")

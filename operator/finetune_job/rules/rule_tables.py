@@ -1,7 +1,7 @@
-"""Rules that are defined by their rows: ranges of numbers, and settings that have no effect together with other settings.
+"""Rules that their rows define: ranges of numbers, and settings that have no effect in combination with other settings.
 
-The schema has no minimum or maximum for ranges, because a number with a fraction is a string in a spec. A row also yields the
-condition by which the API server refuses the same values.
+The schema cannot express ranges as minimum and maximum, because fractional numbers are strings in a spec. Instead, a row also
+yields the CEL condition by which the API server rejects the same values.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from finetune_job.rules.rule import Problem
 
 @dataclass(frozen=True)
 class SpecField:
-    """The place of a field in the models, and its default."""
+    """The position of a field in the pydantic models, and its default."""
 
     attributes: tuple[str, ...]
     default: Any
 
     def read(self, spec: FineTuneJobSpec) -> Any:
-        """Return the field's value; None if it or its parent is unset."""
+        """Return the value of this field in `spec`; None if the field or its parent is unset."""
         value: Any = spec
         for name in self.attributes:
             value = None if value is None else getattr(value, name)
@@ -65,14 +65,14 @@ _COMPARISONS: dict[str, tuple[str, Callable[[float, float], bool]]] = {
 class Bounds:
     """The bounds of a number, as pairs of comparison and limit.
 
-    Rules and the API server read the number as a double, the type in which all programs compute with it.
+    Rules and the API server both parse the number as a double, the type in which all programs compute with it.
     """
 
     limits: tuple[tuple[str, float], ...]
 
     @classmethod
     def parse(cls, written: dict[str, float]) -> Bounds:
-        """Read bounds as a row writes them: `{ ">" = 0.0, "<=" = 1.0 }`. Raises ValueError."""
+        """Parse bounds in the form that rows use: `{ ">" = 0.0, "<=" = 1.0 }`. Raises ValueError."""
         if not written.keys() <= _COMPARISONS.keys():
             raise ValueError(f"a bound is one of {', '.join(_COMPARISONS)}")
         return cls(tuple(written.items()))
@@ -82,7 +82,7 @@ class Bounds:
         return all(_COMPARISONS[sign][1](float(written), limit) for sign, limit in self.limits)
 
     def cel(self, number: str) -> str:
-        """Write the bounds as a condition in CEL over `number`, an expression for the written number."""
+        """Return the bounds as a CEL condition. number: a CEL expression for the string in the spec."""
         return " && ".join(f"double({number}) {sign} {limit!r}" for sign, limit in self.limits)
 
     def __str__(self) -> str:
@@ -90,11 +90,11 @@ class Bounds:
 
 
 class Range(BaseModel, frozen=True, extra="forbid"):
-    """The range of the numbers that a rule reads; the reason is the same for all of them."""
+    """The range for all numbers that a rule reads."""
 
     within: Annotated[Bounds, BeforeValidator(Bounds.parse)]
     refused_outside: Annotated[Bounds, BeforeValidator(Bounds.parse)] = Bounds(())
-    """Values outside these bounds are refused by another rule, so a rule that only warns is silent about them."""
+    """Another rule refuses values outside these bounds, so this rule, which only warns, ignores them."""
     write: str
     """The value to write instead, worded to follow "write"."""
 
@@ -104,7 +104,7 @@ class Range(BaseModel, frozen=True, extra="forbid"):
         return f"must be {self.within}; write {self.write}"
 
     def problem(self, spec: FineTuneJobSpec, fields: tuple[str, ...]) -> Problem | None:
-        """Return the problem of the first field with a value outside the range."""
+        """Return a problem if values are outside the range. It reports the first such field."""
         written = {path: spec_field(path).read(spec) for path in fields}
         wrong = {
             path: value
@@ -121,14 +121,14 @@ class NoEffect(BaseModel, frozen=True, extra="forbid"):
     """Fields that have no effect under some condition."""
 
     fields: tuple[str, ...]
-    """Paths under `spec`. A field with its default counts as unset: the API server writes defaults into every object."""
+    """Paths under `spec`. A field that equals its default counts as unset, because the API server fills in defaults."""
     why: str
     """Why the fields have no effect, worded to follow "NoEffect: "."""
     instead: str = ""
-    """The change that gives the fields an effect, worded to precede ", or remove"; empty if no change does."""
+    """A change that would give the fields an effect, worded to precede ", or remove"; empty if there is none."""
 
     def problem(self, spec: FineTuneJobSpec) -> Problem | None:
-        """Return the problem of the first field that is set, if the condition holds."""
+        """Return a problem if any of the fields is set. Called only if the rule's condition holds."""
         written = {path: spec_field(path).read(spec) for path in self.fields}
         unread = {path: value for path, value in written.items() if value not in (None, spec_field(path).default)}
         if not unread:

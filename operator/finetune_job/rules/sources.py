@@ -1,4 +1,4 @@
-"""Rules on sources of models and data: addresses, commits, code that runs, and credentials."""
+"""Rules on sources of models and data: addresses, commits, remote code, and credentials."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from finetune_job.rules.rule import Problem, RuleContext, rule
 
 _DATASETS = "data.datasets"
 NO_COMMIT = "0" * 40
-"""Example of a commit for a fix, since only the user knows the real one. No repository has it, so fetching it fails clearly."""
+"""Example commit for use in a fix, since only the user knows the real one. No repository has it, so a fetch fails clearly."""
 WITHOUT_COMMIT = "hub-source-without-revision"
 _NUMBER = re.compile(r"data\.datasets\[(\d+)\]")
 
 
 @dataclass(frozen=True)
 class _SourceEdit:
-    """A source with the address and revision that should be written."""
+    """A source, and the address and revision that the manifest should have instead."""
 
     named: NamedSource
     source: str
@@ -30,7 +30,7 @@ class _SourceEdit:
 
 
 def _field(path: str) -> str:
-    """Return the field for a finding: findings name lists as a whole."""
+    """Return the field that a finding names for this path: for an item of a list, the whole list."""
     return _DATASETS if _NUMBER.match(path) else path
 
 
@@ -58,7 +58,7 @@ def _changes(context: RuleContext, edits: Sequence[_SourceEdit]) -> dict[str, An
 def _problem(
     context: RuleContext, edits: Sequence[_SourceEdit], message: str, fix: str, *, of_revision: bool = False
 ) -> Problem | None:
-    """Return the problem of the first wrong source, with changes that correct all of them."""
+    """Return a problem that names the first wrong source; its changes correct all wrong sources."""
     if not edits:
         return None
     first = edits[0].named
@@ -145,7 +145,7 @@ def model_source_inside_repository(context: RuleContext) -> Problem | None:
 
 
 def _model_edits(context: RuleContext) -> list[_SourceEdit]:
-    """Return the edit that makes the model's source a whole repository; none if the source is not on the Hub."""
+    """Return the edit that turns the model's source into a whole repository; none if the source is not on the Hub."""
     return [
         _SourceEdit(named, f"hf://{place.repository}", named.revision)
         for named in named_sources(context.spec)
@@ -160,7 +160,7 @@ def _path_of(named: NamedSource) -> str:
 
 @rule("data-source-is-model")
 def data_source_is_model(context: RuleContext) -> Problem | None:
-    """Refuse whole repositories of models as data; a single file or directory in such a repository may well hold records."""
+    """Refuse a whole model repository as data. A single file or directory in such a repository may well contain records."""
     edits = [
         _SourceEdit(named, f"hf://{HUB_DATASETS}{named.source.removeprefix('hf://')}", named.revision)
         for named in named_sources(context.spec)
@@ -177,14 +177,14 @@ def data_source_is_model(context: RuleContext) -> Problem | None:
 
 
 class _CopyLocations:
-    """Chooses places on claims for copies of sources. Two sources never share one, or held-out records could be trained on."""
+    """Chooses locations on claims for copies of sources. Two sources never share one, or training could see held-out records."""
 
     def __init__(self, context: RuleContext) -> None:
         self._copied = {named.source.rstrip("/"): named.source.rstrip("/") for named in named_sources(context.spec)}
 
     def of(self, named: NamedSource) -> str:
         source = named.source.rstrip("/")
-        # The key of an object may have characters that a path on a claim cannot have.
+        # An object key may contain characters that are not allowed in a path on a claim.
         name = re.sub(r"[^A-Za-z0-9._-]", "-", source.rpartition("/")[2])
         stem, dot, suffix = name.rpartition(".")
         beginning, end = (stem, dot + suffix) if stem else (name, "")

@@ -56,7 +56,7 @@ def fsdp1_trainable_tokens(context: RuleContext) -> Problem | None:
     if plan.method.lora is None or not (of_embedding or trains_added_rows_of_head(context.spec)):
         return None
     module = "embedding" if of_embedding else "output head"
-    # The types of embedding and head may depend on the stored weights, which only preflight reads.
+    # The types of the embedding and the head may depend on the stored weights, which only preflight reads.
     base_dtype = held_dtype(plan) or Dtype.FLOAT32
     rows = Dtype.FLOAT32 if plan.method.lora.autocast_adapter_dtype else base_dtype
     unit = HeldParameter(module, base_dtype, is_trained=False), HeldParameter("rows", rows, is_trained=True)
@@ -98,7 +98,7 @@ def added_tokens_untrained(context: RuleContext) -> Problem | None:
     if not tokens or kind.family is not Family.OTHER or kind.refused or method.type is MethodType.TRAINABLE_TOKENS:
         return None
     if (method.settings or {}).get("modulesToSave"):
-        return None  # preflight knows whether these are the embeddings
+        return None  # only preflight knows whether these are the embeddings
     return Problem(
         value=tokens[0].content,
         message=f"{method.type.value} trains no row of the embeddings, so added tokens would keep their initial values",

@@ -1,4 +1,4 @@
-"""The table of FSDP settings that have no effect under some versions, which rules and documentation share."""
+"""The table of FSDP settings that have no effect under some FSDP versions; used by rules and documentation."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from finetune_job.rules.rule import Problem, RuleContext, rule
 
 @dataclass(frozen=True)
 class FsdpField:
-    """A field of `spec.parallelism.fsdp` that not every version uses."""
+    """A field of `spec.parallelism.fsdp` that some FSDP versions do not use."""
 
     name: str
-    """The setting as a manifest writes it."""
+    """Name of the setting in a manifest."""
     attribute: str
     used_by: tuple[int, ...]
     """FSDP versions under which this trainer uses the field."""
     why: str
-    """The reason why the field has no effect under other versions."""
+    """Why the field has no effect under other versions."""
     quiet: tuple[Any, ...] = ()
-    """Values that cause no warning, because they request what happens anyway, or because another rule covers them."""
+    """Values that cause no warning, because they request what happens anyway or because another rule covers them."""
     instead: Mapping[str, Any] = field(default_factory=dict)
     """Settings to use instead of this one."""
 
@@ -61,7 +61,7 @@ def _register(row: FsdpField) -> None:
         value = getattr(fsdp, row.attribute)
         if value is None or fsdp.version in row.used_by or value in row.quiet:
             return None
-        # A value that the user has set in the right place is kept.
+        # Keep what the user has already set in the right place.
         instead = {other: setting for other, setting in row.instead.items() if not _is_set(context.spec, other)}
         written = ", ".join(f"set {other} to {setting}" for other, setting in instead.items())
         return Problem(

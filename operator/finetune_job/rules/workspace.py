@@ -1,4 +1,4 @@
-"""Rules on working storage."""
+"""Rules on the workspace, the working storage of a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DESTINATION = "output.destination"
 
 
 def _suggested_template(context: RuleContext) -> dict[str, Any]:
-    """Return an example of a template; only the user knows the size."""
+    """Return an example template for use in a fix; only the user knows the right size."""
     many = "ReadWriteMany" if context.spec.parallelism.nodes > 1 else "ReadWriteOnce"
     return {"storage": "100Gi", "accessMode": many}
 
@@ -72,7 +72,7 @@ def start_needs_named_claim(context: RuleContext) -> Problem | None:
 def output_deleted_with_job(context: RuleContext) -> Problem | None:
     workspace, target = context.spec.workspace, parse_destination(context.spec.output.destination)
     is_deleted = workspace.volume_claim_template is not None and workspace.retain is RetainPolicy.DELETE
-    # Another rule covers a workspace with both a name and a template.
+    # Another rule covers a workspace with both a claim name and a template.
     if not is_deleted or workspace.claim_name is not None or not isinstance(target, ClaimPath):
         return None
     if not context.job_name or target.claim != workspace_claim_name(context.job_name):

@@ -1,4 +1,4 @@
-"""Rules on the modules that become FSDP units, and on the content of one unit."""
+"""Rules on which modules become FSDP units, and on what a unit may contain."""
 
 from __future__ import annotations
 
@@ -133,6 +133,6 @@ def fsdp1_adapter_unit(context: RuleContext) -> Problem | None:
 
 
 def _flattens_adapter_with_base(plan: RunPlan) -> bool:
-    """Whether trained and frozen parameters would share one flat parameter, whatever their element types."""
+    """Whether trained and frozen parameters would share a flat parameter, even with equal element types."""
     dtype = Dtype.FLOAT32
     return adapter_conflict(plan.method.type, plan.parallelism.fsdp, base=dtype, adapter=dtype) is Conflict.REQUIRES_GRAD

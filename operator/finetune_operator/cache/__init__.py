@@ -1,1 +1,1 @@
-"""The cache of the cluster: watches fill it, and each object is kept as a few fields."""
+"""The cache of cluster objects, filled by watches. Only a few fields of each object are kept."""

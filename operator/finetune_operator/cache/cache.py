@@ -1,18 +1,18 @@
-"""The cache of the cluster: one projection per object, by UID, with an index from owner to owned.
+"""The cache of cluster objects: one projection per object, keyed by UID, with an index from owners to owned objects.
 
-It is filled by the first complete list, by every watch event, and by the answers to our own writes and reads. The answers keep
-a pass from creating a child twice because its creation has not come back through a watch yet. An object never goes back to an
-older resourceVersion. A pod that was deleted is kept, marked `gone`, as evidence of how it ended: as soon as one rank fails, the
-Job controller deletes all other pods, whose reports must still reach the status.
+It is filled by the first complete list, by watch events, and by the responses to our own writes and reads. Thanks to the
+responses, a pass does not create a child again just because no watch has reported it yet. An object never reverts to an older
+resourceVersion. A deleted pod is kept, marked `gone`, as evidence of how it ended: as soon as one rank fails, the Job controller
+deletes all other pods, whose reports must still reach the status.
 
-Children are watched by a label that anybody may write or remove:
-* The label does not prove that an object is ours. Its content is read only if its controller is a known FineTuneJob of the same
-  namespace, or a Job of such a FineTuneJob.
-* A child that loses the label counts as deleted, because watches and lists show both alike. Before another Job is created, live
-  lists without the label show what is still running.
+Children are watched by a label that anybody may add or remove:
+* The label does not prove that an object is ours. An object's content is used only if its controller is a known FineTuneJob in
+  the same namespace, or a Job of such a FineTuneJob.
+* A child that loses the label counts as deleted, because to watches and lists the two look the same. Before another Job is
+  created, live lists without the label selector show what is still running.
 
-It is used from one event loop. The metrics thread reads single entries and whole dictionaries, which the interpreter's lock makes
-safe.
+It is used from a single event loop. The metrics thread also reads single entries and whole dictionaries, which is safe under the
+GIL.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from finetune_operator.client.raw_objects import Fields, UnreadableObjects
 from finetune_operator.decide.seen.children_seen import PodView
 
 TOMBSTONE_SECONDS = 900.0
-"""How long the UID of a deleted object is remembered, so that a list begun before its deletion cannot bring it back."""
+"""How long the UID of a deleted object is remembered, so that a list that began before the deletion cannot bring it back."""
 
 
 class Cache:
-    """Projections of all watched objects, and the rules by which updates are accepted."""
+    """Holds the projections of all watched objects, and decides which updates are accepted."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, unreadable: UnreadableObjects | None = None) -> None:
         self._objects: dict[Kind, dict[str, CachedObject]] = {kind: {} for kind in CACHED}
         self._owned: dict[Kind, dict[str, set[str]]] = {kind: {} for kind in CACHED}
-        """UID of an owner -> UIDs of the objects that it owns. An entry is no proof of ownership: `_job_of` checks that."""
+        """UID of an owner -> UIDs of the objects that it owns. An entry does not prove ownership, which `_job_of` checks."""
         self._job_uids: dict[JobKey, str] = {}
         self._profiles: dict[str, str] = {}
         self._job_of_batch_job: dict[str, str] = {}
-        """UID of a batch Job -> UID of its FineTuneJob, kept while pods of it are known."""
+        """UID of a batch Job -> UID of its FineTuneJob, kept while pods of the batch Job are known."""
         self._batch_jobs_of: dict[str, set[str]] = {}
         """UID of a FineTuneJob -> UIDs of its batch Jobs, kept for the same time."""
         self.lines = WaitingLines(self._objects[JOBS], self._most_active_jobs)
         self._clock = clock
         self._unreadable = unreadable or UnreadableObjects()
         self._tombstones: dict[str, tuple[int, float]] = {}
-        """UID of a deleted object -> lowest version that proves that the object exists after all, and when the entry was made."""
+        """UID of a deleted object -> the lowest version that would prove that it still exists, and when the entry was made."""
         self.job_gone: Callable[[str], None] = lambda _: None
-        """Called with the UID of a FineTuneJob that is gone, so that notes about it can be dropped elsewhere."""
+        """Called with the UID of a FineTuneJob that is gone, so that others can drop their notes about it."""
 
     def read(self, kind: Kind, document: Any) -> CachedObject | None:
-        """Project an object, whatever it contains; None if it is not ours, or if not even its identity can be read."""
+        """Project an object with arbitrary content; None if it is not ours, or if its identity cannot be read."""
         key = self.key_of(kind, document)
         if key is None or (kind in CHILDREN and not self._job_of(kind, key)):
             return None
@@ -68,7 +68,7 @@ class Cache:
         return cached
 
     def key_of(self, kind: Kind, document: Any) -> ObjectKey | None:
-        """Identity and owner of an object; None if they cannot be read."""
+        """Read the identity and owner of an object; None if they cannot be read."""
         try:
             return object_key(document)
         except UnreadableObjectError as error:
@@ -76,14 +76,14 @@ class Cache:
             return None
 
     def take(self, kind: Kind, document: Any) -> set[JobKey]:
-        """Take in an object that the API server has just returned. Returns the jobs to reconcile."""
+        """Store an object that the API server has just returned. Returns the jobs to reconcile."""
         cached = self.read(kind, document)
         return self._disown(kind, document) if cached is None else self.apply(kind, cached)
 
     def take_deleted(self, kind: Kind, document: Any) -> set[JobKey]:
-        """Take in an object that a watch reports as deleted, with its last state. Returns the jobs to reconcile."""
+        """Process an object that a watch reports as deleted, with its last state. Returns the jobs to reconcile."""
         if self._is_outdated(kind, document):
-            # A later state is known, so the object exists, although no watch may show it any more.
+            # A later state is known, so the object still exists, although it may no longer be watched.
             return set()
         cached = self.read(kind, document)
         return self._disown(kind, document) if cached is None else self.remove(kind, cached)
@@ -95,7 +95,7 @@ class Cache:
         return key is not None and known is not None and known.key.version > key.version
 
     def _disown(self, kind: Kind, document: Any) -> set[JobKey]:
-        """Drop an object whose owner reference was removed, or whose owner is gone."""
+        """Drop an object that has lost its owner reference, or whose owner is gone."""
         key = self.key_of(kind, document)
         known = None if key is None else self._objects[kind].get(key.uid)
         if known is None or self._is_outdated(kind, document):
@@ -104,7 +104,7 @@ class Cache:
         return self._concerned(kind, known.key)
 
     def apply(self, kind: Kind, cached: CachedObject) -> set[JobKey]:
-        """Take in a newer state of an object. Returns the jobs to reconcile; none if nothing is new."""
+        """Store the state of an object if it is newer. Returns the jobs to reconcile; none if nothing is new."""
         uid, version = cached.key.uid, cached.key.version
         known = self._objects[kind].get(uid)
         buried = self._tombstones.get(uid)
@@ -125,12 +125,12 @@ class Cache:
             if kind != PODS or uid in self._tombstones:
                 self._tombstones.setdefault(uid, (version, self._clock()))
                 return set()
-            # The creation of this pod was missed, but its last state is evidence nevertheless.
+            # We never saw this pod being created, but its last state is still evidence.
             self._put(kind, cached)
         return self.bury(kind, cached)
 
     def found(self, kind: Kind, document: Any) -> bool:
-        """Take in an object from a live read, which overrides watches and lists. Returns whether it is ours."""
+        """Store an object from a live read, which overrides watches and lists. Returns whether it is ours."""
         cached = self.read(kind, document)
         if cached is None:
             self._drop(kind, Fields(document).at("metadata").name("uid"))
@@ -147,7 +147,7 @@ class Cache:
             self.bury(kind, known, known.key.version + 1)
 
     def bury(self, kind: Kind, cached: CachedObject, list_version: int = 0) -> set[JobKey]:
-        """Record that an object is gone. Returns the jobs to reconcile. `list_version`: version of a list without the object."""
+        """Record that an object is gone. Returns the jobs to reconcile. `list_version`: version of a list that lacks it."""
         uid = cached.key.uid
         if uid not in self._objects[kind]:
             return set()
@@ -162,7 +162,7 @@ class Cache:
         return concerned
 
     def remove_missing(self, kind: Kind, present: set[str], list_version: int, namespaces: tuple[str, ...] = ()) -> set[JobKey]:
-        """Remove objects that a complete list at `list_version` does not contain. Returns the jobs that this concerns."""
+        """Remove objects that are missing from a complete list at `list_version`. Returns the affected jobs."""
         concerned: set[JobKey] = set()
         for uid, cached in list(self._objects[kind].items()):
             watched = not namespaces or not kind.namespaced or cached.key.namespace in namespaces
@@ -175,7 +175,7 @@ class Cache:
         return concerned
 
     def forget_evidence(self, job_uid: str, is_settled: Callable[[CachedObject], bool]) -> None:
-        """Drop those deleted pods of a job that `is_settled` accepts, because no later pass can need their outcome."""
+        """Drop a job's deleted pods for which `is_settled` is true: no later pass needs their outcome."""
         settled = [
             cached for cached in self.pods_of(job_uid) if cached.pod is not None and cached.pod.gone and is_settled(cached)
         ]
@@ -183,12 +183,12 @@ class Cache:
             self._drop(PODS, cached.key.uid)
 
     def fingerprint(self, job_uid: str) -> frozenset[tuple[str, int]]:
-        """Return a value that changes whenever a Job or pod of the FineTuneJob changes."""
+        """Return a value that changes whenever a batch Job or pod of the FineTuneJob changes."""
         children = self.owned(BATCH_JOBS, job_uid) + self.pods_of(job_uid)
         return frozenset((child.key.uid, child.key.version) for child in children)
 
     def _forget_job(self, job_uid: str) -> None:
-        """Forget what a deleted job leaves behind."""
+        """Drop all entries that belong to a deleted job."""
         self.forget_evidence(job_uid, lambda _: True)
         self.job_gone(job_uid)
 
@@ -218,7 +218,7 @@ class Cache:
         return self._objects[JOBS].get(uid)
 
     def job_keys(self) -> list[JobKey]:
-        """Keys of every FineTuneJob."""
+        """Keys of all FineTuneJobs."""
         return list(self._job_uids)
 
     def profiles(self) -> list[CachedObject]:
@@ -235,7 +235,7 @@ class Cache:
         return cached.profile.max_active_jobs if cached is not None and cached.profile is not None else None
 
     def owned(self, kind: Kind, owner_uid: str) -> list[CachedObject]:
-        """Objects whose controller owner is proved to have that UID."""
+        """Objects that are verifiably controlled by the owner with that UID."""
         objects = self._objects[kind]
         return [objects[uid] for uid in sorted(self._owned[kind].get(owner_uid, ()))]
 
@@ -244,16 +244,16 @@ class Cache:
         return [cached for batch_job in sorted(self._batch_jobs_of.get(job_uid, ())) for cached in self.owned(PODS, batch_job)]
 
     def batch_job_uids_of(self, job_uid: str) -> set[str]:
-        """UIDs of a FineTuneJob's batch Jobs that are known or that have a known pod."""
+        """UIDs of a FineTuneJob's batch Jobs that are in the cache or have a pod in the cache."""
         return set(self._batch_jobs_of.get(job_uid, ()))
 
     def is_known(self, kind: Kind, key: ObjectKey) -> bool:
-        """Whether this state of the object, or a later state, is in the cache."""
+        """Whether the cache has this version of the object or a later one."""
         cached = self._objects[kind].get(key.uid)
         return cached is not None and cached.key.version >= key.version
 
     def is_watched(self, kind: Kind, uid: str) -> bool:
-        """Whether the object is in the cache and has the label that the watches select by."""
+        """Whether the object is in the cache and has the label by which the watches select."""
         cached = self._objects[kind].get(uid)
         return cached is not None and cached.key.is_labelled
 
@@ -267,15 +267,15 @@ class Cache:
         return {kind.name: len(objects) for kind, objects in self._objects.items()}
 
     def job_key_of(self, kind: Kind, uid: str) -> JobKey | None:
-        """Key of the FineTuneJob that a known Job or pod belongs to; None if it is not known."""
+        """Key of the FineTuneJob to which a cached Job or pod belongs; None if it is not known."""
         cached = self._objects[kind].get(uid)
         job = None if cached is None else self._objects[JOBS].get(self._job_of(kind, cached.key))
         return None if job is None else JobKey(job.key.namespace, job.key.name)
 
     def _job_of(self, kind: Kind, key: ObjectKey) -> str:
-        """UID of the FineTuneJob that a child belongs to by its controller reference; empty where that is not proved.
+        """UID of the FineTuneJob to which a child belongs according to its controller reference; empty if that is not proved.
 
-        References do not reach across namespaces: an object is not the child of an owner in another namespace.
+        Owner references do not cross namespaces: an object is never the child of an owner in another namespace.
         """
         if kind == PODS:
             job_uid = self._job_of_batch_job.get(key.owner_uid, "") if key.is_controlled_by(BATCH_JOBS) else ""
@@ -305,8 +305,8 @@ class Cache:
             self._batch_jobs_of.setdefault(cached.key.owner_uid, set()).add(uid)
 
     def _may_have_name(self, cached: CachedObject, kind: Kind, named: str | None) -> bool:
-        """Whether no later object has the name. Events of a deleted object may arrive after those of its successor with the same
-        name: only the events of one object are ordered, and the answer to our own request arrives before them.
+        """Whether no newer object has taken the name. Events of a deleted object may arrive after its successor of the same name
+        is known: only the events of a single object are ordered, and responses to our own requests arrive before events.
         """
         known = None if named is None else self._objects[kind].get(named)
         return known is None or known.key.version <= cached.key.version

@@ -1,10 +1,9 @@
-"""kopf's watches of all kinds, in a thread of their own: every event is passed unchanged to the main loop.
+"""Runs kopf's watches of all kinds in a separate thread, and passes every event unchanged to the main loop.
 
-They have their own thread and loop, because kopf stalls its loop for seconds in a burst of objects, installs signal handlers
-where it runs in the main thread, and cancels every task of its loop when it ends. kopf is used for nothing else: no finalizers,
-no annotations, no handlers with state. kopf ends on errors that it cannot handle, such as an ERROR event; it is then started
-again in the same thread. After that, and after a watch has expired, the cache is compared with the API server to find what was
-missed.
+They have their own thread and loop because kopf stalls its loop for seconds during a burst of objects, installs signal handlers
+if it runs in the main thread, and cancels all tasks of its loop when it ends. kopf is used for nothing else: no finalizers, no
+annotations, no handlers with state. kopf ends on errors that it cannot handle, such as an ERROR event; it is then restarted in
+the same thread. After a restart, or after a watch has expired, the cache is compared with the API server to find what was missed.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from finetune_operator.logs import logger
 
 
 class NoStorage(kopf.DiffBaseStorage, kopf.ProgressStorage):  # type: ignore[misc]
-    """A store that keeps nothing and writes nothing into any object. kopf's own stores would write the last state of an object
-    and the progress of handlers into annotations; our handlers need neither.
+    """A storage that keeps nothing and writes nothing into objects. kopf's own storages would write the last state of an object
+    and the progress of handlers into annotations, neither of which our handlers need.
     """
 
     def build(self, **_: Any) -> Any:
@@ -57,20 +56,20 @@ class NoStorage(kopf.DiffBaseStorage, kopf.ProgressStorage):  # type: ignore[mis
 _log = logger(__name__)
 REQUEST_TIMEOUT_SECONDS = 30.0
 WORKER_LIMIT = 100
-"""Number of objects that kopf handles at a time; with more, its loop would stall for longer in a burst."""
+"""Number of objects that kopf handles concurrently; a higher limit would stall its loop for longer during a burst."""
 IDLE_SECONDS = 0.1
-"""How long a worker waits for another event of its object. It limits how fast many new objects are handled, so it is short."""
+"""How long a worker waits for further events of its object. It is short, because it limits the rate of handling new objects."""
 HAND_OVER_SECONDS = 0.01
-"""Pause in which events are collected for the main loop. Waking it for each event would cost a thread switch each time."""
+"""How long events are collected before they are passed on, because waking the main loop for each would cost a thread switch."""
 MOST_AT_ONCE = 50
-"""Maximum number of events that the main loop takes in before it does anything else: some milliseconds of work."""
+"""Maximum number of events that the main loop processes before it does other work; they take a few milliseconds."""
 SILENCE_SECONDS = 120.0
-"""How long kopf may take after its start to ask for every kind."""
+"""How long kopf may take after its start to request every kind."""
 ENDING_SECONDS = 2.0
 """How long kopf's tasks may take to end."""
 RESTART_FIRST = 1.0
 RESTART_LONGEST = 30.0
-"""First and longest pause before kopf is started again. If kopf ran for less than the longest pause, the next one is doubled."""
+"""First and longest pause before kopf is restarted. The pause doubles if kopf ran for less than the longest pause."""
 
 
 Sink = Callable[[Kind, bool, Any], None]
@@ -78,11 +77,11 @@ Sink = Callable[[Kind, bool, Any], None]
 
 
 class NotWatchedError(Exception):
-    """kopf does not watch an expected kind. With scanning disabled it looks for kinds only once, so it never would."""
+    """kopf does not watch an expected kind. With scanning disabled, it looks for kinds only once, so it never will."""
 
 
 class ErrorBackoffs:
-    """Endless pauses between kopf's attempts at one request, because an unavailable API server comes back."""
+    """An endless sequence of pauses between kopf's attempts at a request: an unavailable API server will come back."""
 
     def __iter__(self) -> Iterator[float]:
         pause = 0.5
@@ -94,7 +93,7 @@ class ErrorBackoffs:
 class Watches:
     """Runs kopf until `stop`. `sink` is called in the main loop.
 
-    `ended` is set in the main loop when the thread ends for whatever reason.
+    `ended` is set in the main loop when the thread ends for any reason.
     """
 
     def __init__(self, namespaces: tuple[str, ...], sink: Sink) -> None:
@@ -107,12 +106,12 @@ class Watches:
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.ended = asyncio.Event()
         self.restarted = asyncio.Event()
-        """Set in the main loop each time that kopf, or one of its watches, has started again: deletions may have been missed. The
+        """Set in the main loop whenever kopf or one of its watches was restarted, because deletions may have been missed. The
         main loop clears it."""
         self.num_restarts = 0
         self._heard = {kind.name: time.monotonic() for kind in WATCHED}
         self._inbox: deque[tuple[Kind, bool, Any]] = deque()
-        """Events on their way to the main loop: kopf's thread appends them, and the main loop removes them."""
+        """Events for the main loop: kopf's thread appends them, and the main loop removes them."""
 
     def ages(self) -> dict[str, float]:
         """Name of each kind -> seconds since its last event."""
@@ -120,14 +119,14 @@ class Watches:
         return {name: now - at for name, at in list(self._heard.items())}
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start watching."""
         self._thread.start()
 
     async def stop(self) -> None:
         """Ask kopf to end and wait for its thread."""
         self._is_stopped.set()
         if self._loop is not None and self._stop is not None:
-            # The loop may close on its own between the checks above and this call, which then raises RuntimeError.
+            # If the loop closes between the checks above and this call, the call raises RuntimeError.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join, 15.0)
@@ -138,8 +137,8 @@ class Watches:
             while not self._is_stopped.is_set():
                 started = time.monotonic()
                 try:
-                    # Not asyncio.run: it waits for every task to end, but kopf's tasks that wait for new credentials do not end
-                    # even if they are cancelled.
+                    # Not asyncio.run, which waits for every task to end: kopf's tasks that wait for new credentials do not end
+                    # even when cancelled.
                     loop = asyncio.new_event_loop()
                     with closing(loop):
                         loop.run_until_complete(self._watch())
@@ -203,9 +202,9 @@ class Watches:
         return on_event
 
     def _hand_over(self) -> None:
-        """Pass on the collected events in their order. Runs in the main loop.
+        """Pass on the collected events in order. Runs in the main loop.
 
-        An event that enters an empty inbox wakes the loop; events that come later are passed on after it.
+        Only an event that enters an empty inbox wakes the loop; later events are passed on along with it.
         """
         try:
             for _ in range(min(len(self._inbox), MOST_AT_ONCE)):
@@ -216,22 +215,22 @@ class Watches:
 
 
 class WatchedPaths:
-    """Learns from the answers to kopf's requests which of the expected paths kopf has asked for, and which it lists again."""
+    """Tracks, by the responses to kopf's requests, which of the expected paths kopf has requested and which it lists again."""
 
     def __init__(self, expected: Iterable[str], listed_again: Callable[[], None]) -> None:
         self.missing = set(expected)
-        """Paths that kopf has not asked for yet."""
+        """Paths that kopf has not requested yet."""
         self._expected = frozenset(expected)
         self._listed_again = listed_again
         self._listed: set[str] = set()
 
     def note(self, url: URL, status: int) -> None:
-        """Record an answered request. A second list of a path means that its watch had expired."""
-        # The server's address may itself have a path, which precedes the expected one.
+        """Record a request that was answered. A second list of a path means that its watch had expired."""
+        # The server's address may have a path of its own, which precedes the expected path.
         path = next((path for path in self._expected if url.path.endswith(path)), None)
         if path is None:
             return
-        # Even if this answer is an error, kopf repeats the request until it succeeds.
+        # Even an error counts, because kopf repeats the request until it succeeds.
         self.missing.discard(path)
         if status == 200 and "watch" not in url.query and "continue" not in url.query:
             if path in self._listed:
@@ -240,7 +239,7 @@ class WatchedPaths:
 
 
 async def _check(paths: WatchedPaths) -> None:
-    """Raise NotWatchedError if kopf has not asked for every path after a while."""
+    """Raise NotWatchedError if kopf has not requested every path after `SILENCE_SECONDS`."""
     await asyncio.sleep(SILENCE_SECONDS)
     if paths.missing:
         names = ", ".join(sorted(paths.missing))

@@ -1,7 +1,7 @@
 """Converts raw objects to the small typed views that the cache keeps.
 
-Whatever an object contains, this raises only `UnreadableObjectError`, for an object without a readable identity. Other values
-that cannot be read count as absent, and `CachedObject.unreadable` names them. The length of every text is limited.
+Whatever an object contains, the only error raised is `UnreadableObjectError`, for an object without a readable identity. Other
+unreadable values count as absent and are listed in `CachedObject.unreadable`. The length of every string is limited.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LONGEST_MESSAGE = 2048
 LONGEST_GATES = 4096
 LONGEST_GRACE_SECONDS = 366 * 86_400
 DEEPEST = 64
-"""Maximum nesting of a manifest that is read, in levels. Our manifests have ten, and recursion over a thousand levels would
-exhaust the stack of a pass."""
+"""Maximum nesting depth of a manifest that is still read. Our manifests have ten levels, and recursion over a thousand levels
+would exhaust the stack of a pass."""
 _BATCH_JOB_NAME = re.compile(r".+-(fetch|preflight|train|merge|publish)-([0-9]{1,9})")
 
 
@@ -37,7 +37,7 @@ class CachedObject:
 
     key: ObjectKey
     content: bytes = b""
-    """For our own kinds, the parts that are needed raw, as JSON: spec, status and some metadata."""
+    """For our own kinds, the parts that are needed in raw form, as JSON: spec, status and some metadata."""
     plan: str = ""
     """The plan in a ConfigMap."""
     batch_job: BatchJobView | None = None
@@ -59,12 +59,12 @@ class CachedObject:
 
 
 def utc_now() -> datetime:
-    """The current time, timezone-aware and in UTC."""
+    """Return the current time as a timezone-aware datetime in UTC."""
     return datetime.now(UTC)
 
 
 def project(kind: Kind, document: Document) -> CachedObject:
-    """Return what the cache keeps of an object. Raises UnreadableObjectError."""
+    """Return the form in which the cache keeps an object. Raises UnreadableObjectError."""
     fields = Fields(document)
     key = key_of(fields)
     match kind.name:
@@ -86,7 +86,7 @@ def project(kind: Kind, document: Document) -> CachedObject:
 
 
 def _content(fields: Fields, document: Document) -> bytes:
-    """Return spec, status and the metadata that is used. A change of other metadata therefore causes no pass."""
+    """Return spec, status and the metadata that is used. So a change of other metadata does not cause a pass."""
     kept: dict[str, Any] = {}
     for part in ("spec", "status"):
         value = document.get(part)
@@ -115,7 +115,7 @@ def _is_deeper(value: Any, levels: int) -> bool:
 
 
 def _role_and_attempt(batch_job_name: str) -> tuple[Role, int] | None:
-    """Read role and attempt from the name of the Job, which, unlike its labels, cannot be changed."""
+    """Parse role and attempt from the name of the Job, which, unlike its labels, cannot be changed."""
     match = _BATCH_JOB_NAME.fullmatch(batch_job_name)
     return None if match is None else (Role(match[1]), int(match[2]))
 
@@ -158,7 +158,7 @@ def _batch_job_view(key: ObjectKey, fields: Fields) -> BatchJobView | None:
 
 
 def pod_view(document: Document) -> PodView | None:
-    """The view of a pod; None if it has no creation time or its Job's name no role. Raises UnreadableObjectError."""
+    """The view of a pod; None if it has no creation time, or if its Job's name has no role. Raises UnreadableObjectError."""
     fields = Fields(document)
     return _pod_view(key_of(fields), fields)
 
@@ -205,9 +205,9 @@ def _pod_view(key: ObjectKey, fields: Fields) -> PodView | None:
 
 
 def _container_states(status: Fields) -> tuple[Fields, Fields]:
-    """Return the state of our container, or of an init container that failed, and the `waiting` state that delays the pod."""
+    """Return the state of our container (or of a failed init container), and the `waiting` state that holds up the pod."""
     containers = {item.name("name"): item for item in status.items("containerStatuses")}
-    # The kubelet sorts by name, so a container that a webhook injected may come first.
+    # The kubelet sorts containers by name, so one that a webhook injected may come first.
     state = (containers.get(CONTAINER_NAME) or next(iter(containers.values()), Fields(None))).at("state")
     if state.has("running") or state.has("terminated"):
         return state, Fields(None)

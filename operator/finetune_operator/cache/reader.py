@@ -1,7 +1,7 @@
-"""Parses the JSON in the cache into the objects that decisions read.
+"""Parses the JSON in the cache into the objects on which decisions are based.
 
-The parsed form of a job that is not finished is kept until the job changes, because most passes see the same manifest and status
-as the pass before. It is immutable, so it can be shared.
+The parsed form of an unfinished job is kept until the job changes, because most passes see the same manifest and status as the
+pass before. It is immutable, so it can be shared.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from finetune_operator.decide.seen.observed import JobView, ProfileView
 from finetune_operator.decide.seen.stage import is_terminal
 
 LARGEST_KEPT = 64 << 10
-"""Largest job that is kept parsed, in bytes of JSON. Larger jobs are parsed each time: a tenant may have a thousand manifests,
-each of which parses to a megabyte of objects."""
+"""Maximum size of a job whose parsed form is kept, in bytes of JSON. Larger jobs are parsed each time, because a tenant may have
+a thousand manifests that each take a megabyte when parsed."""
 _MOST_LINES, _LONGEST_LINE = 32, 1024
 ORPHAN_FINALIZER = "orphan"
-"""Finalizer of the garbage collector on objects that are deleted with the policy Orphan."""
+"""Finalizer that an object has while it is being deleted with the propagation policy Orphan."""
 
 
 class ParsedJob(NamedTuple):
-    """A FineTuneJob as the cache has it."""
+    """A cached FineTuneJob in parsed form."""
 
     view: JobView
     raw_spec: dict[str, Any]
     raw_status: dict[str, Any]
-    """Status as stored on the server, from which the patch is computed."""
+    """Status as stored on the server, against which the patch is computed."""
     version: int
     own_spec: FineTuneJobSpec | None
-    """The spec, if this release accepts the manifest, else None. The view of a started job may have a spec even then."""
+    """The spec; None if this release rejects the manifest. Even then, the view of a started job may have a spec."""
 
 
 class Reader:
@@ -47,7 +47,7 @@ class Reader:
         self._profiles: dict[str, tuple[int, ProfileView]] = {}
 
     def job(self, cached: CachedObject) -> ParsedJob:
-        """Read a job. If its manifest does not parse, the view has the error, and no spec unless the job has started."""
+        """Read a job. If its manifest does not parse, the view has the error, and has a spec only if the job has started."""
         known = self._jobs.get(cached.key.uid)
         if known is not None and known.version == cached.key.version:
             return known
@@ -86,7 +86,7 @@ def _read_job(cached: CachedObject, known: ParsedJob | None) -> ParsedJob:
         uid=cached.key.uid,
         generation=metadata.get("generation") or 0,
         resource_version=str(cached.key.version),
-        # A limit that an earlier release did not have must not stop a job that has started: it follows its plan.
+        # A limit that is new in this release must not stop a job that has already started: such a job follows its plan.
         spec=own if own is not None or not status.start_time else spec_of_started_job(raw),
         spec_error=error,
         status=status,
@@ -98,7 +98,7 @@ def _read_job(cached: CachedObject, known: ParsedJob | None) -> ParsedJob:
 
 def _read_spec(document: Document) -> tuple[FineTuneJobSpec | None, str]:
     try:
-        # Status is read separately: an older operator must not refuse a manifest because of a status that a newer one wrote.
+        # Status is read separately, so that a status written by a newer release never causes a manifest to be rejected.
         parsed: FineTuneJob = parse_job({name: value for name, value in _envelope(document, JOBS).items() if name != "status"})
     except ValidationError as refusal:
         return None, _lines(refusal)

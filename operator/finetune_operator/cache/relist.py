@@ -1,7 +1,7 @@
-"""Lists all objects: at first, and again later to repair what the watches missed.
+"""Lists all objects, first at the start, and later to make up for what the watches missed.
 
-kopf restarts an expired watch with a list, but does not compare that list with the one before, so an object deleted in the gap
-would stay in the cache. The effects of lost events are also repaired here.
+kopf restarts an expired watch with a list, but does not compare it with the previous list, so an object deleted in between would
+stay in the cache. Relisting also makes up for lost events.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def scopes(kind: Kind, namespaces: tuple[str, ...]) -> tuple[str | None, ...]:
 
 
 async def relist(api: Api, cache: Cache, namespaces: tuple[str, ...]) -> set[JobKey]:
-    """Take every object of the cached kinds into the cache, and remove what is gone. Returns the jobs that this concerns."""
+    """Store all objects of the cached kinds, and remove those that are gone. Returns the affected jobs."""
     concerned: set[JobKey] = set()
     for kind in CACHED:
         for namespace in scopes(kind, namespaces):
@@ -34,7 +34,7 @@ async def _relist(api: Api, cache: Cache, kind: Kind, namespace: str | None) -> 
         if page.is_first:
             present.clear()
         for item in page.items:
-            # If an object cannot be read, what is known of it stays.
+            # If an object cannot be read, its cached state stays.
             present.add(Fields(item).at("metadata").name("uid"))
             concerned |= cache.take(kind, item)
         version = int(page.version)

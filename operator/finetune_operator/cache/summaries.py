@@ -1,5 +1,5 @@
-"""Summaries of jobs and profiles for metrics, polls and the waiting line, so that these need not parse the objects again. The
-length of each string is limited.
+"""Summaries of jobs and profiles for metrics, polls and the waiting line, which therefore need not parse the objects. The length
+of each string is limited.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class ProfileSummary(NamedTuple):
 
     max_active_jobs: int | None = None
     queue: str = ""
-    """Queue of training Jobs whose FineTuneJob does not name a queue."""
+    """Default queue of training Jobs, for FineTuneJobs that do not name a queue."""
     gpu: str = ""
-    """Accelerator of its training pods: the product in the node selector, else the resource; empty if they have none."""
+    """Accelerator of training pods: the product in the node selector, or else the resource name; empty without accelerators."""
     price: str = ""
-    """Price of one GPU for an hour; empty if no valid price is set."""
+    """Price of one GPU per hour; empty if no valid price is set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class JobSummary:
     """The current attempt of training."""
     is_finished: bool
     is_training: bool
-    """Whether it is prepared but neither trained nor finished: only then does rank 0 report progress."""
+    """Whether the job is prepared, but neither trained nor finished: only then does rank 0 report progress."""
     created: datetime | None = None
     is_started: bool = False
     """Whether the plan is frozen."""
     is_waiting: bool = False
-    """Whether it has not started and only waits for its turn: it is not suspended or cancelled, and needs no human."""
+    """Whether the job has not started and only waits for its turn: it is not suspended, cancelled or stalled."""
     team: str = ""
     queue: str = ""
     method: str = ""
@@ -73,7 +73,7 @@ class JobSummary:
     numbers: tuple[tuple[str, float], ...] = ()
     """The known numbers, by name."""
     saved: datetime | None = None
-    """When the newest checkpoint was seen."""
+    """When the newest checkpoint was first seen."""
     gpu_seconds: tuple[int, int, int] = (0, 0, 0)
     """GPU seconds in status: waiting, productive and lost."""
     gpu_seconds_until: datetime | None = None

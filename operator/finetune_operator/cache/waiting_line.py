@@ -1,7 +1,7 @@
-"""Jobs that wait for their turn under a profile's `maxActiveJobs`: a line for each namespace and profile, the oldest job first.
+"""Jobs that wait for their turn under a profile's `maxActiveJobs`, in a line per namespace and profile, oldest job first.
 
-Places are counted from the cache each time. Passes of several jobs may see the same free place, so only one job is started at a
-time, and only once the outcome of the previous start is known.
+Active jobs are counted from the cache each time. Passes of several jobs may see the same free place, so jobs are started one
+at a time, and only once the outcome of the previous start is known.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ class WaitingLines:
         self.starting = asyncio.Lock()
         """Held while a job is started."""
         self.unsettled: JobKey | None = None
-        """The job whose start was sent last, if it is not known whether the server has carried it out."""
+        """The job whose start was requested last, if it is not known whether the server has carried it out."""
         self.turn_has_come: Callable[[JobKey], None] = lambda _: None
-        """Called with each job that may start because another job has left its place. If a write of our own made the other job
-        leave, no watch would wake the waiting one."""
+        """Called with each job that may start because another job has left its place. If that happened through a write of our
+        own, no watch event would wake the waiting job."""
 
     def ahead_of(self, cached: CachedObject) -> int:
-        """Count the jobs ahead of a waiting job in its line: those that are active, and those that wait and are older."""
+        """Count the jobs ahead of a waiting job in its line: all active jobs, and older waiting jobs."""
         own = _place(cached, is_waiting=True)
         return sum(place < own and place.uid != own.uid for place in self._places(_line_of(cached)))
 
     def moved(self, before: CachedObject, after: CachedObject | None) -> None:
-        """Take in a new state of a job (None if the job is gone), and wake the jobs whose turn has come because of it."""
+        """Record a job's new state (None if the job is gone), and wake the jobs whose turn has come because of it."""
         uid = before.key.uid
         place = self._place(before)
         if place is None:
@@ -58,7 +58,7 @@ class WaitingLines:
             self._wake(_line_of(before), uid)
 
     def _wake(self, line: tuple[str, str], left: str) -> None:
-        """Wake the jobs that have a place now, except the job that has just left its place."""
+        """Wake the jobs that now have a place, except the job that has just left its place."""
         limit = self._limit_of(line[1])
         if limit is not None:
             for place in sorted(self._places(line))[:limit]:
@@ -70,11 +70,11 @@ class WaitingLines:
         return [place for place in places if place is not None]
 
     def _place(self, cached: CachedObject) -> _Place | None:
-        """The place of a job; None if it is in no line, because it has ended or cannot start yet."""
+        """The place of a job; None if it is not in a line, because it has ended or cannot start yet."""
         summary = cached.summary
         if summary is None or summary.is_finished:
             return None
-        # A deleted job that a finalizer keeps does not start any more.
+        # A job that is being deleted, but is kept by a finalizer, will not start.
         may_start = summary.is_waiting and not cached.key.is_deleting
         return _place(cached, is_waiting=not summary.is_started) if summary.is_started or may_start else None
 

@@ -1,8 +1,8 @@
-"""Texts of Warning events about our Jobs and pods, which report what their status does not, such as a missing Secret or a
+"""Texts of Warning events about our Jobs and pods. They report problems that are not in status, such as a missing Secret or a
 quota.
 
-Anybody who may write events can write any number of them about anything. So only texts about known Jobs and pods are kept for
-long, and only the newest few for each, and the total size is limited for known and unknown objects.
+Anybody with permission to write events can write any number of them about anything. So only texts about known Jobs and pods are
+kept for long, only the newest few per object, and total sizes are limited, for known and unknown objects separately.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from finetune_operator.client.raw_objects import Fields
 
 PER_OBJECT = 5
 LONGEST_TEXT = 1024
-"""Maximum length of an event's message, in characters: the API server accepts no longer ones."""
+"""Maximum length of an event's message, in characters; the API server rejects longer messages."""
 MOST_CHARACTERS = 8 << 20
 MOST_CHARACTERS_OF_OTHERS = 1 << 20
-"""Limit for texts about unknown objects. Most of these are not ours; a few are ours but are not in the cache yet."""
+"""Limit for texts about unknown objects. Most of these objects are not ours; a few are ours but not cached yet."""
 
 
 class WarningEvents:
-    """The latest texts of Warning events: the watch of events adds them, and reconcile passes read them."""
+    """The latest texts of Warning events. The watch of events adds them, and reconcile passes read them."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -32,14 +32,14 @@ class WarningEvents:
         self._others = _BoundedTexts(MOST_CHARACTERS_OF_OTHERS)
 
     def take(self, event: Any) -> JobKey | None:
-        """Take in an event. Returns the job to reconcile if this is the first event with its reason about the object."""
+        """Store an event. Returns the job to reconcile if this is the first event about the object with this reason."""
         fields = Fields(event)
         about = fields.at("involvedObject")
         kind = {PODS.name: PODS, BATCH_JOBS.name: BATCH_JOBS}.get(about.text("kind", 64))
         uid, namespace = about.name("uid", LONGEST_UID), fields.at("metadata").name("namespace")
         if kind is None or not uid or fields.text("type", 16) != "Warning":
             return None
-        # An event can name any UID, but its author can only write to its namespace, so it must be about an object there.
+        # An event can name any UID, but its author can only write to the event's namespace, so the object must be there.
         key = self._cache.job_key_of(kind, uid)
         if key is not None and key.namespace != namespace:
             return None
@@ -56,7 +56,7 @@ class WarningEvents:
 
 
 class _BoundedTexts:
-    """Object -> its texts -> time and reason. If there is too much text, the objects with the oldest news are dropped."""
+    """Object -> its texts -> time and reason. If the total gets too large, the least recently updated objects are dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most

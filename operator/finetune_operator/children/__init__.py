@@ -1,1 +1,1 @@
-"""Pure builders of the objects that a FineTuneJob owns, as plain dicts ready for the API server."""
+"""Pure functions that build the objects that a FineTuneJob owns, as plain dicts for the API server."""

@@ -13,12 +13,12 @@ from finetune_operator.children.frozen_run import Owner, metadata
 
 
 def workspace_claim_of(spec: FineTuneJobSpec, job_name: str) -> str:
-    """Name of the claim that holds the workspace, whether the job names it or it is created from the template."""
+    """Name of the claim that holds the workspace, whether named by the job or created from its template."""
     return spec.workspace.claim_name or workspace_claim_name(job_name)
 
 
 def claims_named_by(spec: FineTuneJobSpec, job_name: str) -> dict[str, str]:
-    """Every claim that the job's pods mount, with the first field that names it."""
+    """All claims that the job's pods mount, each with the first field that names it."""
     sources = [(f"spec.{named.field}", parse_source(named.source)) for named in named_sources(spec)]
     fields = [(field, source.claim) for field, source in sources if isinstance(source, ClaimPath)]
     results = parse_destination(spec.output.destination)
@@ -38,7 +38,7 @@ def workspace_claim(
 ) -> dict[str, Any]:
     """Build the workspace claim from the job's template.
 
-    The job owns it only with `retain: Delete`: an owned claim is deleted with its owner, including the checkpoints.
+    The job owns the claim only with `retain: Delete`: an owned claim, with its checkpoints, is deleted with its owner.
     """
     storage_class = template.storage_class_name or profile_storage_class
     spec: dict[str, Any] = {"accessModes": [str(template.access_mode)], "resources": {"requests": {"storage": template.storage}}}

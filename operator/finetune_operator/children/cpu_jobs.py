@@ -1,5 +1,5 @@
-"""The Jobs of a single CPU pod: fetch, preflight, merge and publish. Only fetch and publish have credentials and may reach
-addresses outside the cluster.
+"""Jobs that consist of a single CPU pod: fetch, preflight, merge and publish. Only fetch and publish have credentials and may
+reach addresses outside the cluster.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from finetune_operator.children.placement import queue_labels
 from finetune_operator.children.pod_template import DISRUPTION_FAILS_THE_JOB, plan_arguments, pod_template
 
 CPU_GRACE_PERIOD_SECONDS = 30
-"""None of these roles saves anything when it is stopped, because the next attempt reuses all complete parts. The period only lets
-the pod write its report."""
+"""Grace period in which a stopped pod can write its report. It has nothing else to save, because the next attempt reuses all
+completed parts."""
 
 
 def cpu_job(run: FrozenRun, role: Role, attempt: int, resources: RoleResources | None = None) -> dict[str, Any]:
-    """The Job of one attempt of a role. Its pod is never replaced: the operator decides what follows a failure. `resources`
-    replace those of the plan.
+    """The Job of one attempt of a role. Kubernetes never replaces its pod: the operator decides what follows a failure.
+    `resources` override those of the plan.
     """
     credentials: list[dict[str, Any]] = []
     if role is Role.FETCH and run.plan.fetch is not None:

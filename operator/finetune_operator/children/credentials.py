@@ -1,4 +1,4 @@
-"""Credentials as files that the kubelet mounts from the user's Secrets. Neither the operator nor the plan ever has them."""
+"""Credentials as files that the kubelet mounts from the user's Secrets. Neither the operator nor the plan ever contains them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _GROUP_READS = 0o440
 
 
 def credentials_volume(sources: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Build the volume with these files. They are in memory, and no other container mounts them.
+    """Build the volume with these files. The files are kept in memory, and no other container mounts them.
 
-    The kubelet makes root the owner of a Secret's files and gives them the group fsGroup of the pod, or group 0 if that is unset;
-    no setting makes the container's user their owner. A user other than root reads them as a member of that group: the kubelet
-    adds each process to the fsGroup, and the trainer image's user is in group 0, like every user without an entry in /etc/passwd.
+    A Secret's files are owned by root, and their group is the pod's fsGroup, or group 0 if that is unset; no setting can make the
+    container's user their owner. A user other than root can read them as a member of that group: the kubelet adds each process to
+    the fsGroup, and the trainer image's user is in group 0, like every user without an entry in /etc/passwd.
     """
     return {"name": VOLUME_NAME, "projected": {"defaultMode": _GROUP_READS, "sources": list(sources)}}
 
@@ -34,9 +34,9 @@ def fetch_credentials(fetch: FetchPlan) -> list[dict[str, Any]]:
 
 
 def variables_of_old_images(plan: LaunchPlan) -> list[dict[str, Any]]:
-    """Return the fetch pod's credentials as environment variables, for images of the release that could fetch but not publish.
+    """Return the fetch pod's credentials as environment variables, for images of releases that could fetch but not yet publish.
 
-    A run keeps the image that its plan names, whichever release of the operator manages it.
+    A run keeps the image that its plan names, no matter which release of the operator manages it.
     """
     if plan.fetch is None or "publish" in plan.model_fields_set:
         return []
@@ -64,7 +64,7 @@ def publish_credentials(publish: PublishPlan, signing_key_secret: str | None = N
 
 
 def _secret(name: str, files: tuple[CredentialFile, ...], key: str | None = None) -> list[dict[str, Any]]:
-    """Return one source for the required keys and one for the optional keys, because `optional` applies to a whole source."""
+    """Return one source with the required keys and one with the optional keys, because `optional` applies to a whole source."""
     sources = []
     for required in (True, False):
         items = [{"key": key or file.key, "path": file.path} for file in files if file.required is required]

@@ -1,5 +1,5 @@
-"""The common inputs and metadata of all children: owner and labels, the run with its frozen plan, and the ConfigMap that holds
-this plan for the containers.
+"""The parts that all children share: owner and labels, the run with its frozen plan, and the ConfigMap through which containers
+read this plan.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Owner:
 
 
 def labels(owner: Owner, role: Role | None = None, attempt: int | None = None) -> dict[str, str]:
-    """Labels of a child, and of the pods of a role and attempt."""
+    """Labels of a child; with role and attempt, labels of that attempt's Job and pods."""
     labels_of_child = {LABEL_MANAGED_BY: MANAGED_BY, LABEL_JOB: owner.name, LABEL_JOB_UID: owner.uid}
     if role is not None:
         labels_of_child[LABEL_ROLE] = str(role)
@@ -55,10 +55,10 @@ def metadata(
     queue: Mapping[str, str] | None = None,
     owned: bool = True,
 ) -> dict[str, Any]:
-    """Metadata of a child. `queue`: labels by which a queue finds it.
+    """Metadata of a child. `queue`: labels by which a queue finds the child.
 
-    They contain no digest of the child: its content is never compared, because queues and webhooks may change a Job. The plan is
-    verified by its digest in status.
+    There is no digest of the child: the child's content is never compared, because queues and webhooks may change a Job. The
+    plan is verified by its digest in status.
     """
     fields: dict[str, Any] = {
         "name": name,
@@ -81,14 +81,14 @@ class FrozenRun:
     owner: Owner
     plan: LaunchPlan
     placement: Placement
-    """`plan.placement`, which only a plan for local mode lacks."""
+    """`plan.placement`; only plans for local mode have none."""
     plan_sha256: str
 
 
 def plan_configmap(owner: Owner, plan_json: str) -> dict[str, Any]:
-    """Build the ConfigMap of the plan. `plan_json`: the canonical JSON, exactly the bytes from which its digest was computed.
+    """Build the ConfigMap of the plan. `plan_json`: the canonical JSON, byte for byte as it was digested.
 
-    Because of `immutable`, kubelets need not watch it. The digest, not this flag, shows whether the object was replaced.
+    `immutable` spares kubelets from watching it. Whether the object was replaced is detected by the digest, not by this flag.
     """
     return {
         "apiVersion": "v1",

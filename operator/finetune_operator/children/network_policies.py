@@ -1,9 +1,9 @@
-"""NetworkPolicies of a run: what its pods may reach, and what may reach them. The cluster's network has to enforce them.
+"""NetworkPolicies of a run: what its pods may reach, and what may reach them. The cluster's network plugin must enforce them.
 
 One policy is for all pods of the run: they may reach each other and DNS servers, and only the operator and the namespaces that
-the profile names may read the metrics of rank 0. The other policy is for the pods that need addresses outside the cluster (fetch,
+the profile names may read rank 0's metrics. The other policy is for the pods that need addresses outside the cluster (fetch,
 publish): they may reach public addresses and those that the profile names, but neither the cluster nor link-local addresses,
-where clouds serve their metadata. Policies are additive, so the second policy only permits more.
+where cloud metadata is served. Policies are additive, so the second one only permits more.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from finetune_job.plan.launch_plan import LaunchPlan
 from finetune_operator.children.frozen_run import Owner, metadata
 
 _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
-"""Label that the API server itself sets on every namespace, so no tenant can forge it."""
+"""Label that the API server itself sets on every namespace, so that no tenant can forge it."""
 _NOT_PUBLIC = (
     *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"),
     *("192.168.0.0/16", "198.18.0.0/15", "224.0.0.0/4", "240.0.0.0/4"),
 )
 _NAT64 = ipaddress.IPv6Address("64:ff9b::")
-"""Prefix under which pods without IPv4 reach IPv4 addresses (RFC 6052): the last 32 bits are the IPv4 address."""
+"""Prefix under which IPv6-only pods reach IPv4 addresses (RFC 6052): the last 32 bits are the IPv4 address."""
 _NOT_PUBLIC_6 = (
     *("::1/128", "fc00::/7", "fe80::/10", "ff00::/8"),
     *(f"{_NAT64 + int(net.network_address)}/{96 + net.prefixlen}" for net in map(ipaddress.IPv4Network, _NOT_PUBLIC)),
@@ -32,7 +32,7 @@ _NOT_PUBLIC_6 = (
 
 
 def network_policies(owner: Owner, plan: LaunchPlan, network: NetworkSettings, operator_namespace: str) -> list[dict[str, Any]]:
-    """Build the policies of a run, which are created before its first pod; none if the profile does not isolate runs."""
+    """Build the policies of a run, to be created before its first pod; none if the profile does not isolate runs."""
     if not network.isolate:
         return []
     ours = {"podSelector": {"matchLabels": {LABEL_JOB_UID: owner.uid}}}

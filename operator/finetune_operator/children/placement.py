@@ -1,7 +1,7 @@
-"""Translates the frozen placement (where a role's pods run and which queue admits them) to fields of Kubernetes and Kueue.
+"""Translates the frozen placement (where a role's pods run and which queue admits them) into fields of Kubernetes and Kueue.
 
 Whatever a queue or an admission webhook adds to a Job or pod later (suspension, node selectors, tolerations, scheduling gates) is
-left alone: what is built here is never compared with existing objects, and never restored.
+left alone: existing objects are never compared with what is built here, nor restored to it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from finetune_job.plan.launch_plan import Placement
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 QUEUE_PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 GATES_ANNOTATION = "kueue.x-k8s.io/admission-gated-by"
-"""Annotation with the comma-separated names of gates. Kueue keeps a Job with any gate in its queue and does not admit it.
-Gates can be set only when the Job is created; later they can be removed.
+"""Annotation with comma-separated names of gates. A Job with any gate stays in Kueue's queue and is not admitted. Gates can only
+be set when the Job is created, and be removed later.
 https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/"""
 PREFLIGHT_GATE = "finetune.dev/preflight"
 
 
 def apply_placement(template: dict[str, Any], placement: Placement, role: Role) -> None:
-    """Add the placement of a role to the template of its pods. Labels that the template already has are ours and stay."""
+    """Add the placement of a role to its pod template. Labels that the template already has are ours and take precedence."""
     pods, metadata, spec = placement.pods.of(role), template["metadata"], template["spec"]
     metadata["labels"] = {**pods.labels, **metadata["labels"]}
     if pods.annotations:
@@ -47,9 +47,9 @@ def apply_placement(template: dict[str, Any], placement: Placement, role: Role) 
 
 
 def queue_labels(placement: Placement, role: Role) -> dict[str, str]:
-    """Labels of a role's Jobs by which Kueue finds their queue and priority; none without a queue.
+    """Labels from which Kueue learns queue and priority of a role's Jobs; none without a queue.
 
-    They are set only on the Jobs: on the FineTuneJob, a queue that manages custom kinds would see them and delay every role.
+    They are set only on Jobs: if they were on the FineTuneJob, a queue that manages custom kinds would delay every role.
     """
     pods = placement.pods.of(role)
     if pods.queue_name is None:

@@ -1,9 +1,9 @@
-"""The common pod template of all roles' Jobs: one container, the plan, the claims, scratch space, resources, security contexts,
-and the rule for failing pods.
+"""The pod template that the Jobs of all roles share: one container, the plan, the claims, scratch space, resources, security
+contexts, and the pod failure policy.
 
-None of our settings are environment variables: a container reads the plan. Variables configure only the libraries through which
-ranks communicate (NCCL, Gloo, UCX; from the profile) and the authorities that OpenSSL trusts. Credentials are files that the
-kubelet mounts, only in the fetch and publish pods. No pod has Kubernetes credentials.
+Our own settings are never environment variables: containers read the plan. Variables only configure the libraries through which
+ranks communicate (NCCL, Gloo, UCX; from the profile) and the CAs that OpenSSL trusts. Credentials are files that the kubelet
+mounts, and only in the fetch and publish pods. No pod has Kubernetes credentials.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ CONTAINER_NAME = "trainer"
 SCRATCH_MOUNT = "/tmp"  # noqa: S108 - the pod's own volume
 """The only writable directory besides the claims and shared memory; also the home directory."""
 SHARED_MEMORY_MOUNT = "/dev/shm"  # noqa: S108 - the pod's own volume
-"""Where data loaders and collectives share memory; the default of 64 MiB is too small for either."""
+"""Shared memory of data loaders and collectives; the default of 64 MiB is too small for both."""
 CA_FILE = "ca.crt"
 DISK = "ephemeral-storage"
 SHARED_MEMORY_VOLUME = "shared-memory"
-"""Name of the volume at SHARED_MEMORY_MOUNT, which is in memory."""
+"""Name of the in-memory volume at SHARED_MEMORY_MOUNT."""
 
 
 def pod_template(
@@ -59,7 +59,7 @@ def pod_template(
     if role is Role.TRAIN and placement.gpu_resource_name is not None:
         amounts[placement.gpu_resource_name] = str(plan.parallelism.processes_per_node)
     pods = placement.pods.of(role)
-    # A queue admits a pod only if its quota names all resources of the pod, and few quotas name the node's disk.
+    # A queue only admits a pod if its quota covers all of the pod's resources, and few quotas cover ephemeral storage.
     if placement.scratch_storage is not None and pods.queue_name is None and DISK not in pods.extra_resources:
         amounts[DISK] = placement.scratch_storage
     claims = claim_access(plan, role)
@@ -77,7 +77,7 @@ def pod_template(
         {"name": SHARED_MEMORY_VOLUME, "mountPath": SHARED_MEMORY_MOUNT},
     ]
     for number, (claim, writable) in enumerate(sorted(claims.items())):
-        # Volumes are numbered, because a claim's name may contain dots, and a volume's name may not.
+        # Volumes are numbered, because claim names may contain dots but volume names may not.
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": f"{CLAIMS_MOUNT}/{claim}", "readOnly": not writable})
     if credentials:
@@ -118,15 +118,15 @@ def pod_template(
 
 
 def plan_arguments(run: FrozenRun, role: Role, attempt: int) -> list[str]:
-    """Return the arguments that every role takes."""
+    """Return the command-line arguments that all roles share."""
     return [str(role), "--plan", f"{PLAN_MOUNT}/{PLAN_KEY}", "--plan-sha256", run.plan_sha256, "--attempt", str(attempt)]
 
 
 def claim_access(plan: LaunchPlan, role: Role) -> dict[str, bool]:
-    """Claim that a role's pods mount -> whether they may write to it.
+    """Return the claims that a role's pods mount, and whether they may write to each.
 
-    Fetch and publish can reach addresses outside the cluster, so their pods mount only the workspace and no other claim of the
-    user. Training reads prepared data from the workspace and writes its weights there, so its pods mount neither the raw data nor
+    Fetch and publish can reach addresses outside the cluster, so their pods mount only the workspace, not the user's other
+    claims. Training reads prepared data from the workspace and writes weights there, so its pods mount neither the raw data nor
     the output. A claim that is both an input and the workspace or output is writable.
     """
     if role in (Role.FETCH, Role.PUBLISH):
@@ -148,7 +148,7 @@ def pod_security_context(placement: Placement) -> dict[str, Any]:
         context["supplementalGroups"] = placement.supplemental_groups
     if placement.fs_group is not None:
         context["fsGroup"] = placement.fs_group
-        # Walking a claim with millions of files at every start would take longer than the start itself.
+        # Changing the group of millions of files at every start would take longer than the start itself.
         context["fsGroupChangePolicy"] = "OnRootMismatch"
     return context
 
@@ -168,5 +168,5 @@ def container_security_context() -> dict[str, Any]:
 DISRUPTION_FAILS_THE_JOB: dict[str, Any] = {
     "rules": [{"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
 }
-"""The only rule for failing pods. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure, because
-suspended ranks exit at different moments. Any other failure fails the Job anyway, because it has no retries."""
+"""The only rule of the pod failure policy. An exit-code rule such as `NotIn [0]` would turn a queue's suspension into a failure,
+because suspended ranks exit at different moments. All other failures fail the Job anyway, because it has no retries."""

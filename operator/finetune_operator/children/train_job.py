@@ -23,9 +23,9 @@ INDEX_VARIABLE = "JOB_COMPLETION_INDEX"
 
 
 def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: int = 0) -> dict[str, Any]:
-    """Build the gang's Job for its queue, which must not admit it before preflight's gate is removed.
+    """Build the gang's Job so that it already waits in its queue, which must not admit it until preflight's gate is removed.
 
-    The Job is suspended from the beginning, so that it does not start even if no queue manages it.
+    The Job is created suspended, so that it does not start even if no queue manages it.
     """
     job = train_job(run, attempt, nodes, restarts)
     job["metadata"]["annotations"][GATES_ANNOTATION] = PREFLIGHT_GATE
@@ -34,14 +34,14 @@ def gated_train_job(run: FrozenRun, attempt: int, nodes: int | None = None, rest
 
 
 def train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: int = 0) -> dict[str, Any]:
-    """Build the gang's Job for one attempt: one pod per node, with the completion index as node rank.
+    """Build the gang's Job for one attempt, with one pod per node; the completion index is the node rank.
 
-    nodes: None for the plan's number. restarts: how often ranks may be started again in their pod, if the gang has one pod.
+    nodes: None for the plan's number. restarts: how often ranks may be restarted within their pod, if the gang has one pod.
 
     `suspend` is left unset, because a queue's webhook sets it. There is no deadline and no time to live, because the operator
     handles both.
     """
-    # Names leave room for the indexes of the largest gang, so they do not depend on the size of an attempt.
+    # Names leave room for the indexes of the largest gang, so that they do not depend on the size of an attempt.
     owner, most = run.owner, run.plan.parallelism.nodes
     pods = most if nodes is None else nodes
     arguments = [
@@ -59,8 +59,8 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: 
     template = pod_template(run, Role.TRAIN, attempt, arguments=arguments, grace_period_seconds=TRAIN_GRACE_PERIOD_SECONDS)
     template["spec"]["subdomain"] = service_name(owner.name)
     container = template["spec"]["containers"][0]
-    # The Job controller would add the same variable. It is declared here because `$(NAME)` in an argument is expanded only if the
-    # variable is already declared, and the controller does not change a declared variable.
+    # The Job controller would add the same variable. We declare it because `$(NAME)` in an argument is expanded only for
+    # variables that are already declared, and the controller leaves a declared variable as it is.
     index = {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}
     container["env"].append({"name": INDEX_VARIABLE, "valueFrom": {"fieldRef": index}})
     container["ports"] = [
@@ -82,7 +82,7 @@ def train_job(run: FrozenRun, attempt: int, nodes: int | None = None, restarts: 
 
 
 def gang_service(owner: Owner) -> dict[str, Any]:
-    """Build the gang's Service, which serves all attempts.
+    """Build the gang's headless Service, which all attempts use.
 
     Addresses are published before the pods are ready, because a rank becomes ready only after it has met the others.
     """

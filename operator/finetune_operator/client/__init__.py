@@ -1,1 +1,1 @@
-"""The client of the API server: kinds, requests, answers, and the fence that stops requests once the lease is lost."""
+"""The API server client: kinds, requests, answers, and the fence that blocks requests once the lease is lost."""

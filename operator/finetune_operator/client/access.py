@@ -1,4 +1,4 @@
-"""Access to the API server for our client and for kopf: by KUBECONFIG if it is set, else by the pod's service account."""
+"""Access to the API server for our client and kopf, through KUBECONFIG if it is set, else the pod's service account."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def load_configuration() -> Configuration:
         await config.load_kube_config(os.environ["KUBECONFIG"], client_configuration=configuration)
     else:
         config.load_incluster_config(client_configuration=configuration)
-    # Otherwise aiohttp looks up proxies and reads ~/.netrc in a thread for every request: a seventh of all CPU time.
+    # Otherwise aiohttp looks up proxies and reads ~/.netrc in a thread for every request, for a seventh of all CPU time.
     configuration.client_session_kwargs = {"trust_env": False}
     configuration.proxy = configuration.proxy or proxy_from_environment(configuration.host)
     return configuration
@@ -39,7 +39,7 @@ def proxy_from_environment(url: str) -> str | None:
 async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.AiohttpSession:
     """Return a session for kopf's watches. kopf calls this at each login, so that expired tokens are read again.
 
-    `on_answer` is called with URL and status of every request whose answer has begun.
+    `on_answer` is called with URL and status of every request, as soon as the answer begins.
     """
     configuration = await load_configuration()
     tracing = aiohttp.TraceConfig()
@@ -51,7 +51,7 @@ async def session_for_kopf(on_answer: Callable[[URL, int], None]) -> kopf.Aiohtt
     token = configuration.api_key.get("BearerToken", "")
     scheme, _, secret = token.partition(" ")
     session = aiohttp.ClientSession(
-        # Unbounded: every watch holds a connection for as long as it lasts.
+        # No limit, because every watch occupies a connection for as long as it lasts.
         connector=aiohttp.TCPConnector(limit=0, ssl=RESTClientObject(configuration).ssl_context),
         headers={"Authorization": f"{scheme.capitalize()} {secret.strip()}"} if token else {},
         proxy=configuration.proxy,

@@ -1,4 +1,4 @@
-"""Answers of the API server and of proxies in front of it: exceptions, Retry-After, parsing, and a limit for an answer's size."""
+"""Answers from the API server and from proxies in front of it: exceptions, Retry-After, parsing, and a size limit."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class ApiError(Exception):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the server will answer the same until somebody changes something: a quota, Pod Security, an admission webhook
-        or policy, a template that is not valid, a namespace that is being deleted. An overload ends on its own, and a taken
-        name is not a refusal.
+        """Whether the server will keep refusing until somebody changes something: a quota, Pod Security, an admission webhook or
+        policy, an invalid template, a namespace that is being deleted. An overload, which ends on its own, is not a refusal, and
+        neither is a taken name.
         """
         if self.code in (401, 408, 409, 410, 429):
             return False
@@ -55,8 +55,8 @@ class ApiUnreachableError(Exception):
 
 
 class NotLeadingError(ApiUnreachableError):
-    """The request was not sent, because another replica may hold the lease by now. This is a kind of ApiUnreachableError, so
-    code that survives an unreachable server survives this too. The process ends when its lease thread notices the loss.
+    """The request was not sent, because another replica may hold the lease by now. This is a subclass of ApiUnreachableError, so
+    code that handles an unreachable server also handles this. The process ends when its lease thread notices the loss.
     """
 
 
@@ -79,13 +79,13 @@ class AnsweredRequest(NamedTuple):
 
 
 def retry_after_seconds(value: str | None, now: float) -> float:
-    """Return the seconds to wait according to a Retry-After header (seconds or a date), within bounds; 0 if it cannot be read.
+    """Return the seconds to wait by a Retry-After header (seconds or a date), up to a maximum; 0 if it cannot be parsed.
 
     `now`: seconds since the epoch.
     """
     text = (value or "").strip()
     if text.isascii() and text.isdigit():
-        # Long numbers are cut before they are read: beyond the bound, their size does not matter.
+        # Cut long numbers before parsing them: beyond the maximum, their value does not matter.
         seconds = float(text[:9])
     else:
         try:
@@ -97,7 +97,7 @@ def retry_after_seconds(value: str | None, now: float) -> float:
 
 
 def resource_of(path: str) -> str:
-    """Return plural and subresource of a path, under which metrics count it; empty if the path is not that of a resource."""
+    """Return plural and subresource of a path, for use as a metric label; empty if the path is not that of a resource."""
     parts = path.split("/")[1:]
     parts = parts[2:] if parts[0] == "api" else parts[3:] if parts[0] == "apis" else []
     if len(parts) > 2 and parts[0] == "namespaces":
@@ -106,7 +106,7 @@ def resource_of(path: str) -> str:
 
 
 def document_of(request: str, content: bytes) -> Document:
-    """Parse an answer. An answer that is not a JSON object came from something between us and the API server."""
+    """Parse an answer. If it is not a JSON object, it came from something between us and the API server."""
     try:
         document = json.loads(content)
     except ValueError as error:
@@ -126,9 +126,9 @@ def refusal_of(verb: str, path: str, code: int, retry_after: float, content: byt
 
 
 async def read_at_most(content: StreamReader, limit: int) -> bytes:
-    """Read the first `limit` bytes of an answer, or all if there are fewer.
+    """Read the first `limit` bytes of an answer, or the whole answer if it is shorter.
 
-    A single `read` of aiohttp returns what has come so far, which may end in the middle of a line.
+    A single `read` of aiohttp would only return what has arrived so far, which may end in the middle of a line.
     """
     blocks, size = [], 0
     while size < limit and (block := await content.read(limit - size)):

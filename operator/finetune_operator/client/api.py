@@ -1,8 +1,8 @@
 """A thin client of the API server. It takes and returns plain dicts, limits the number of concurrent requests, and honours
 Retry-After.
 
-It uses kubernetes.aio for configuration, credentials and connections, but not its models: parsing typed lists takes ten times as
-long as plain JSON, and the cache keeps its own projections.
+It uses kubernetes.aio for configuration, credentials and connections, but not its models: parsing lists into models takes ten
+times as long as parsing plain JSON, and the cache keeps its own projections anyway.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ from finetune_operator.client.kinds import Kind
 
 
 class Page(NamedTuple):
-    """Part of a list."""
+    """One page of a list."""
 
     items: list[Document]
     version: str
     """resourceVersion of the list."""
     is_first: bool
-    """Whether the list begins here, perhaps again; earlier pages are then void."""
+    """Whether the list starts, or starts over, with this page; if so, discard earlier pages."""
 
 
 ATTEMPTS = 5
-"""Maximum number of times that one request is sent while the server asks to retry later."""
+"""Maximum number of times that a request is sent if the server asks to retry it later."""
 PAGE_SIZE = 100
-"""Number of objects in one page of a list. A process keeps the memory that its largest page took: after a start with 1,000 jobs
-it has 141 MB, and with pages of 500 objects 162 MB."""
+"""Number of objects per page of a list. A process never returns the memory of its largest page: after a start with 1,000 jobs it
+takes 141 MB, but 162 MB with pages of 500 objects."""
 LISTINGS = 3
-"""Maximum number of times that a list is started if it keeps expiring midway."""
+"""Maximum number of attempts at a list that keeps expiring midway."""
 LATER = (429, 500, 503, 504)
-"""HTTP statuses of answers that may come with Retry-After."""
+"""HTTP statuses of answers that may have a Retry-After header."""
 METADATA_LIST = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 APPLY_PATCH = "application/apply-patch+yaml"
 
 
 class Api:
     """Sends the requests of one event loop, a limited number at a time. `fence` is called before each request, and `observer`
-    after it, for the metrics.
+    after each, for the metrics.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Api:
         field_selector: str | None = None,
         metadata_only: bool = False,
     ) -> AsyncIterator[Page]:
-        """Yield a list page by page, so only one page is in memory. A list that expires midway is started again."""
+        """Yield a list page by page, so that only one page is in memory. A list that expires midway is started over."""
         query = {"limit": str(self._page_size)}
         if label_selector:
             query["labelSelector"] = label_selector
@@ -122,7 +122,7 @@ class Api:
                     token, listings = "", listings + 1
                     continue
                 raise
-            # An empty list comes with `items: null`.
+            # An empty list may have `items: null`.
             part, metadata = page.get("items") or [], page.get("metadata")
             if not isinstance(part, list) or not isinstance(metadata, dict) or "resourceVersion" not in metadata:
                 raise ApiUnreachableError(f"LIST {kind.path(namespace)}: the answer is not a list of objects")
@@ -145,27 +145,27 @@ class Api:
         return await self.request("POST", kind.path(namespace), body=body)
 
     async def replace(self, kind: Kind, namespace: str, name: str, body: Mapping[str, Any]) -> Document:
-        """Replace an object; the resourceVersion in the body is a precondition."""
+        """Replace an object. The resourceVersion in the body is a precondition."""
         return await self.request("PUT", kind.path(namespace, name), body=body)
 
     async def patch(
         self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], *, subresource: str | None = None
     ) -> Document:
-        """Send a JSON merge patch; a resourceVersion in its metadata is a precondition."""
+        """Send a JSON merge patch. A resourceVersion in its metadata is a precondition."""
         return await self.request("PATCH", kind.path(namespace, name, subresource), body=patch, content_type=MERGE_PATCH)
 
     async def apply(self, kind: Kind, name: str, body: Mapping[str, Any], field_manager: str, *, force: bool = False) -> Document:
-        """Apply a cluster-scoped object with server-side apply. Without `force`, it conflicts if another manager has set a field
-        to another value.
+        """Apply a cluster-scoped object with server-side apply. Without `force`, this is a conflict if another manager has set a
+        field to a different value.
         """
         query = {"fieldManager": field_manager, "force": str(force).lower()}
         return await self.request("PATCH", kind.path(None, name), query, body=body, content_type=APPLY_PATCH, verb="APPLY")
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str, force: bool = False) -> Document:
-        """Delete in the foreground: dependents first. `uid`: precondition. `force`: whether to delete without a grace period.
+        """Delete in the foreground: dependents go first. `uid`: precondition. `force`: whether to skip the grace period.
 
-        The policy is always set, because the server's default for Jobs orphans their pods. Returns the object as long as
-        something keeps it, and a Status once it is gone.
+        The propagation policy is always set, because the server's default for Jobs would orphan their pods. Returns the object if
+        something still keeps it, else a Status.
         """
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Foreground"}
         options["preconditions"] = {"uid": uid}
@@ -184,11 +184,11 @@ class Api:
         accept: str | None = None,
         verb: str | None = None,
     ) -> Document:
-        """Send a request, and send it again while the server answers with Retry-After.
+        """Send a request, and repeat it while the server answers with Retry-After.
 
         Raises:
             ApiError: the server refused it.
-            ApiUnreachableError: no answer came; a write may have happened nevertheless.
+            ApiUnreachableError: no answer came; a write may have been carried out nevertheless.
             NotLeadingError: it was not sent, because another replica may hold the lease.
         """
         verb, resource = verb or method, resource_of(path)

@@ -1,4 +1,4 @@
-"""Waits until the API server serves our kinds: kopf never notices kinds that are served later, so it would not watch them."""
+"""Waits until the API server serves our kinds, because kopf does not notice, and so would not watch, kinds served later."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def wait_for_crds(api: Api, longest: float, poll: float) -> None:
 
 async def _missing(api: Api) -> str:
     try:
-        # kopf starts from the list of groups. A server may update it later than the group itself, so both are checked.
+        # kopf starts from the list of API groups. A server may update that list after the group itself, so check both.
         groups = await api.request("GET", "/apis")
         if JOBS.group not in [group["name"] for group in groups["groups"]]:
             return f"API group {JOBS.group}"

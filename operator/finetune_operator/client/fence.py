@@ -1,8 +1,8 @@
-"""Keeps bytes for the API server from leaving the process once another replica may hold the lease.
+"""Keeps the process from sending anything to the API server once another replica may hold the lease.
 
-A check of the lease before a request is not enough: after the check, the request waits for a connection and for its turn in the
-event loop, and a process that is stopped then would send the request when it continues. So the socket itself checks again. A gap
-remains between that check and the system call; preconditions and fixed names make it harmless.
+A check of the lease before each request is not enough: after the check, the request waits for a connection and for its turn in
+the event loop, and a process that is paused at that point would send it when it resumes. So the socket itself checks again. A
+small gap remains between this check and the system call; preconditions and fixed names make it harmless.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kubernetes.aio.client.rest import RESTClientObject
 from finetune_operator.client.answers import NotLeadingError
 
 Fence = Callable[[], None]
-"""A function that raises NotLeadingError if no request may be sent any more. It is called very often, from any thread."""
+"""A function that raises NotLeadingError if requests must no longer be sent. It is called very often, from any thread."""
 
 
 class FencedConnections(RESTClientObject):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class FencedConnections(RESTClientObject):  # type: ignore[misc]
         self._fence = fence
 
     def _create_connector(self) -> aiohttp.TCPConnector:
-        # The number of connections is unlimited, because `Api` limits the requests.
+        # No limit on connections, because `Api` already limits concurrent requests.
         return aiohttp.TCPConnector(limit=0, ssl=self.ssl_context, socket_factory=self._make_socket)
 
     def _make_socket(self, address: tuple[Any, ...]) -> socket.socket:
@@ -38,8 +38,8 @@ class FencedConnections(RESTClientObject):  # type: ignore[misc]
 
 
 class _FencedSocket(socket.socket):
-    """A socket that checks the fence in `send`: asyncio uses only this method, even under TLS, and closes the connection on
-    errors.
+    """A socket that checks the fence in `send`. asyncio sends only through this method, even under TLS, and closes the connection
+    if it raises an error.
     """
 
     def __init__(self, family: int, kind: int, protocol: int, fence: Fence) -> None:
@@ -50,6 +50,6 @@ class _FencedSocket(socket.socket):
         try:
             self._fence()
         except NotLeadingError as error:
-            # asyncio and aiohttp can handle a broken connection, but not this error.
+            # asyncio and aiohttp can handle a broken connection, but not a NotLeadingError.
             raise ConnectionAbortedError(str(error)) from error
         return super().send(*arguments)

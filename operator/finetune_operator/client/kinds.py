@@ -9,7 +9,7 @@ from finetune_job.names import GROUP, JOB_KIND, JOB_PLURAL, LABEL_MANAGED_BY, MA
 
 
 class JobKey(NamedTuple):
-    """Namespace and name of a FineTuneJob, which is its key in the work queue."""
+    """Namespace and name of a FineTuneJob, which identify it in the work queue."""
 
     namespace: str
     name: str
@@ -20,7 +20,7 @@ CHILDREN_SELECTOR = f"{LABEL_MANAGED_BY}={MANAGED_BY}"
 
 @dataclass(frozen=True)
 class Kind:
-    """A resource of the API."""
+    """A resource type of the Kubernetes API."""
 
     group: str
     """Name of the API group; empty for the core group."""
@@ -41,7 +41,7 @@ class Kind:
         return f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
 
     def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
-        """Path of a collection, or of an object if its name is given."""
+        """Path of a collection or, if a name is given, of an object."""
         parts = [self.root]
         if self.namespaced and namespace is not None:
             parts += ["namespaces", namespace]
@@ -65,18 +65,18 @@ NODES = Kind("", "v1", "nodes", "Node", namespaced=False)
 CLUSTER_ROLES = Kind("rbac.authorization.k8s.io", "v1", "clusterroles", "ClusterRole", namespaced=False)
 
 CHILDREN = (BATCH_JOBS, PODS, CONFIG_MAPS, SERVICES)
-"""Kinds of children that are watched, selected by their label."""
+"""Kinds of children that are watched, with a label selector."""
 CACHED = (PROFILES, JOBS, *CHILDREN)
-"""Kinds that the cache holds, in the order of the first list: profiles before jobs, and owners before children."""
+"""Kinds that the cache holds, in the order in which they are first listed: profiles before jobs, owners before children."""
 WATCHED = (*CACHED, EVENTS)
 WARNINGS_SELECTOR = "type=Warning"
-"""Field selector with which Events are watched."""
+"""Field selector for the watch of Events."""
 CHILD_KINDS = {kind.name: kind for kind in (BATCH_JOBS, CONFIG_MAPS, SERVICES, CLAIMS, NETWORK_POLICIES)}
 """Kinds that may be created for a job."""
 DELETED_KINDS = {**CHILD_KINDS, PODS.name: PODS}
-"""Kinds that may be deleted for a job; a pod only if nothing controls it or its node is lost."""
+"""Kinds that may be deleted for a job. A pod is only deleted if nothing controls it or its node is lost."""
 
 
 def selector_of(kind: Kind) -> str | None:
-    """Label selector with which a kind is listed and watched; None for all its objects."""
+    """Label selector for listing and watching a kind; None for all objects of the kind."""
     return CHILDREN_SELECTOR if kind in CHILDREN else None

@@ -1,4 +1,4 @@
-"""Identity of an object, and its controller."""
+"""The identity of an object and of its controller."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class UnreadableObjectError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """Identity, version and controller of an object, by which the cache finds and compares it."""
+    """Identity, version and controller of an object, which the cache uses to find and compare objects."""
 
     uid: str
     namespace: str
@@ -33,12 +33,12 @@ class ObjectKey:
     owner_group: str = ""
     owner_name: str = ""
     is_deleting: bool = False
-    """Whether its deletion was requested."""
+    """Whether the object's deletion was requested."""
     is_labelled: bool = True
-    """Whether it has the label by which children are watched; watches show no events of an object without the label."""
+    """Whether the object has the label by which children are watched; without it, watches send no events about the object."""
 
     def is_controlled_by(self, kind: Kind) -> bool:
-        """Whether the object's controller owner is of that kind, according to the owner reference."""
+        """Whether, according to its owner reference, the object is controlled by an object of that kind."""
         return bool(self.owner_uid) and self.owner_kind == kind.name and self.owner_group == kind.group
 
 
@@ -72,7 +72,7 @@ def key_of(fields: Fields) -> ObjectKey:
 def belongs_to(document: Document, job_uid: str) -> bool:
     """Whether an object is a child of that job.
 
-    The controller owner decides. A claim that is to outlive the job has no owner, and is recognised by its label.
+    The controller owner decides. A claim that is meant to outlive the job has no owner, and is recognised by its label.
     """
     key = object_key(document)
     if key.owner_uid:

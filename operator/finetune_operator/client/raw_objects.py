@@ -1,7 +1,7 @@
-"""Reads objects that anybody may write, field by field and by type, and counts unreadable values.
+"""Reads objects that anybody may have written, field by field with type checks, and records unreadable values.
 
-Labels, annotations, owner references and status may contain anything that the API server's types allow. A value of the wrong
-form is read as absent and its path is noted, so that no object can end a list, a watch or a pass.
+Labels, annotations, owner references and status may contain anything that the API server's types allow. A malformed value is
+treated as absent and its path is noted, so that no object can break a list, a watch or a pass.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from finetune_operator.client.kinds import Kind
 from finetune_operator.logs import logger
 
 MOST_NOTES = 4
-"""Maximum number of unreadable values that are noted for one object; more would only make the log line longer."""
+"""Maximum number of unreadable values noted per object; more would only make the log line longer."""
 MOST_ITEMS = 128
-"""Maximum number of entries of a list that are read."""
+"""Maximum number of list items that are read."""
 LARGEST_NUMBER = 2**63 - 1
 """Largest whole number that the API server stores."""
 LONGEST_TIME = 40
 """Maximum length of a time, in characters: enough for RFC 3339 with nanoseconds and an offset."""
 REMEMBERED = 4096
-"""Number of object versions that are remembered, so that each is logged only once."""
+"""Number of object versions to remember, so that each is logged only once."""
 LONGEST_NAME = 64
 """Maximum length of a foreign object's namespace, name or UID in the log, in characters."""
 YEARS = range(1970, 2200)
-"""Years of readable times: times in other years may overflow when a deadline is added."""
+"""Years in which times are accepted: in other years, adding a deadline to a time might overflow."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _log = logger(__name__)
 
@@ -47,7 +47,7 @@ class Fields:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Paths of the values that could not be read so far."""
+        """Paths of all values so far that could not be read."""
         return tuple(self._notes)
 
     @property
@@ -66,11 +66,11 @@ class Fields:
         return self._raw.get(name) is not None
 
     def at(self, name: str) -> Fields:
-        """The nested object of that name; empty if it is missing."""
+        """The nested object with that name; empty if it is missing."""
         return Fields(self._raw.get(name), self._below(name), self._notes)
 
     def items(self, name: str) -> Iterator[Fields]:
-        """Yield the objects in the list of that name."""
+        """Yield the objects in the list with that name."""
         values = self._raw.get(name)
         if values is not None and not isinstance(values, list):
             self.note(name)
@@ -79,15 +79,15 @@ class Fields:
             yield Fields(value, self._below(name), self._notes)
 
     def text(self, name: str, longest: int) -> str:
-        """A string, cut to its first characters; empty if it is missing."""
+        """A string, cut off at the end if it is longer than `longest`; empty if it is missing."""
         return self._text(name)[:longest]
 
     def last_of_text(self, name: str, longest: int) -> str:
-        """A string, cut to its last characters."""
+        """A string, cut off at the beginning if it is longer than `longest`."""
         return self._text(name)[-longest:]
 
     def name(self, name: str, longest: int = 253) -> str:
-        """A string that identifies something; empty if it is too long, because its beginning could name something else."""
+        """A string that identifies something; empty if it is too long, because a cut name could identify something else."""
         value = self._text(name)
         if len(value) > longest:
             self.note(name)
@@ -112,7 +112,7 @@ class Fields:
         return value
 
     def digits(self, name: str) -> int | None:
-        """A whole number that is written as a string, as in labels, annotations and versions."""
+        """A whole number that is stored as a string, as in labels, annotations and versions."""
         value = self._text(name)
         if not value:
             return None
@@ -156,7 +156,7 @@ class UnreadableObjects:
         self._reported: OrderedDict[tuple[str, str, str], None] = OrderedDict()
 
     def note(self, kind: Kind, document: Any, paths: tuple[str, ...]) -> None:
-        """Log that these values of the object, or the whole object, are left out."""
+        """Log that these values of the object, or the whole object, are ignored."""
         metadata = Fields(document).at("metadata")
         namespace, name = metadata.text("namespace", LONGEST_NAME), metadata.text("name", LONGEST_NAME)
         version = (kind.name, metadata.text("uid", LONGEST_NAME) or f"{namespace}/{name}", metadata.text("resourceVersion", 32))

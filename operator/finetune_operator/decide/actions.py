@@ -1,14 +1,14 @@
-"""The decisions of a reconcile pass. The executor carries them out in this order, because later steps depend on earlier ones:
+"""The actions that a reconcile pass decides on. The executor keeps to this order, because later steps depend on earlier ones:
 
 1. `status`, one write with the observed resourceVersion as precondition. If it is refused (409) or fails, nothing else is
-   done, and the job is reconciled again from its new state. So the plan is frozen before the first child exists, and the number
-   of the next attempt is written, with the evidence of the last one, before anything is deleted.
+   done, and the job is reconciled again from its new state. So the plan is frozen before the first child exists, and the next
+   attempt's number is written, together with the evidence of the last one, before anything is deleted.
 2. `deletes`, with propagation policy Foreground and the UID as precondition; "not found" and "another UID" count as done.
 3. `ungates`, with the UID as precondition.
 4. `creates`; "already exists" counts as done if the controller owner is this job, otherwise the object is a conflict.
 5. `events`.
 
-The executor may die between any two steps: the next pass starts again from what is observed.
+The executor may die between any two steps: the next pass starts afresh from what it observes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Delete:
     kind: DeletedKind
     name: str
     uid: str
-    """Precondition of the deletion, so that a newer object with the same name is left alone."""
+    """Precondition of the deletion, so that a newer object with the same name is not deleted."""
     force: bool = False
-    """Whether to delete without a grace period: only for a pod whose node is lost, and only if the profile allows it."""
+    """Whether to delete without a grace period. Used only for a pod whose node is lost, and only if the profile allows it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,6 @@ class Actions:
     creates: tuple[Create, ...] = ()
     events: tuple[Emit, ...] = ()
     news: tuple[Finding, ...] = ()
-    """Findings that are new for this generation of the job; they are counted once the status is written."""
+    """Findings that are new for this generation of the job; metrics count them once the status is written."""
     requeue_after_seconds: float | None = None
-    """Seconds until the job is reconciled again even if nothing changes: the time to the next deadline."""
+    """Seconds until the next deadline, when the job is reconciled again even if nothing has changed."""

@@ -1,7 +1,7 @@
-"""Reports in a job's status that its passes fail. A failing pass cannot report that itself, so this works on the stored status.
+"""Reports in a job's status that its passes fail. A failing pass cannot report this itself, so the stored status is edited.
 
-`Ready` has the reason `OperatorError` from the eighth failure in a row on, after about a minute. It stays until a pass has
-succeeded completely: otherwise a pass that writes status and fails after that would remove the message each time.
+After eight failures in a row, which takes about a minute, `Ready` gets the reason `OperatorError`. It stays until a pass succeeds
+completely: otherwise, a pass that writes status and then fails would remove the message each time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from finetune_job.finding import MAX_TEXT_LENGTH
 from finetune_job.reasons import STAGES, ConditionType, Reason
 
 FAILURES_BEFORE_REPORT = 8
-"""Failed passes in a row before the job's status reports them; fewer are normal while an API server is replaced."""
+"""Number of failed passes in a row that the job's status reports; fewer are normal while an API server is replaced."""
 _NOT_BEGUN = (Reason.NOT_OBSERVED, Reason.PENDING)
 
 
 def with_operator_error(status: Mapping[str, Any], generation: int, now: str, words: str) -> dict[str, Any] | None:
-    """Return the part of a status that reports the error; None if the stored status reports it already, or if the job has ended.
+    """Return a partial status that reports the error; None if the stored status already reports it, or if the job has ended.
 
-    Parts of the status that cannot be parsed are kept: they may be why the passes fail.
+    Unparsable parts of the status are kept: they may be the reason why the passes fail.
     """
     stored = [condition for condition in status.get("conditions") or () if isinstance(condition, Mapping)]
     by_type = {condition.get("type"): condition for condition in stored}
@@ -54,7 +54,7 @@ def is_reported(status: FineTuneJobStatus) -> bool:
 
 
 def with_error_kept(before: FineTuneJobStatus, after: FineTuneJobStatus | None) -> FineTuneJobStatus | None:
-    """Return the part of `after` that may be written before it is known whether the pass succeeds; None if there is none."""
+    """Return the part of `after` that may be written while it is not yet known whether the pass succeeds; None if none may."""
     ready = find_condition(before.conditions, ConditionType.READY)
     if after is None or ready is None or not is_reported(before) or is_condition_true(after.conditions, ConditionType.FINISHED):
         return after

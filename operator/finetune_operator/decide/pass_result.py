@@ -1,7 +1,7 @@
-"""Collects the actions that the stages decide in one pass, and converts findings to their form in status.
+"""Collects the actions that the stages decide on in one pass, and converts findings to the form that status has.
 
-The new status is compared with the observed one only at the end, so a condition that is set twice in a pass changes at most
-once, and a pass that changes nothing writes nothing.
+The new status is compared with the observed one only at the end, so a condition that is set twice in a pass changes at most once,
+and a pass that changes nothing writes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from finetune_operator.decide.seen.times import timestamp
 EVENT_LIMIT = 1024
 """Maximum length of an event's message, in characters."""
 EVENTS_OF_FINDINGS = 16
-"""Maximum number of findings that one pass reports as events; status lists the others too."""
+"""Maximum number of findings that one pass reports as events; status also lists the others."""
 FINDINGS_LIMIT = 64
 """Maximum number of findings in status."""
 
@@ -46,8 +46,8 @@ class PassResult:
     _requeue_after_seconds: float | None = None
 
     def set(self, **values: Any) -> None:
-        """Set fields of the status by their Python names. The values must be valid, because they are not validated again. Each
-        finding that is new for this generation of the job becomes an event.
+        """Set fields of the status by their Python names. The values are not validated again, so they must be valid. Each finding
+        that is new for this generation of the job is also emitted as an event.
         """
         self._values.update(values)
 
@@ -56,7 +56,7 @@ class PassResult:
         return name in self._values
 
     def condition(self, kind: ConditionType, status: ConditionValue, reason: Reason, message: str = "") -> None:
-        """Set a condition. If a pass sets it twice, the last call counts."""
+        """Set a condition. If a pass sets it twice, the last call wins."""
         self._conditions[kind] = (status, reason, message[:MAX_TEXT_LENGTH])
 
     def stall(self, reason: Reason, message: str) -> None:
@@ -68,7 +68,7 @@ class PassResult:
         self.condition(ConditionType.READY, False, reason, message)
 
     def warn_once(self, kind: ConditionType, reason: Reason, message: str) -> None:
-        """Emit a warning, unless the condition of type `kind` already had this reason."""
+        """Emit a warning event, unless the condition of type `kind` already had this reason before the pass."""
         before = find_condition(self.job.status.conditions, kind)
         if before is None or before.reason != reason:
             self.emit("Warning", reason, message)
@@ -92,7 +92,7 @@ class PassResult:
         self._creates.append(Create(body))
 
     def emit(self, kind: Literal["Normal", "Warning"], reason: Reason, message: str) -> None:
-        """Emit an event, after the status is written."""
+        """Emit an event once the status is written."""
         self._events.append(Emit(kind, reason, message[:EVENT_LIMIT]))
 
     def requeue_after(self, seconds: float) -> None:
@@ -107,7 +107,7 @@ class PassResult:
         self.requeue_after((moment - self.now).total_seconds())
 
     def actions(self) -> Actions:
-        """Return the actions that were decided."""
+        """Return the collected actions."""
         status = self._status()
         before = self.job.status
         is_judged_before = before.observed_generation == self.job.generation
@@ -118,7 +118,7 @@ class PassResult:
             place = f"{finding.field}: " if finding.field else ""
             kind: Literal["Normal", "Warning"] = "Warning" if finding.severity == "error" else "Normal"
             self.emit(kind, Reason.FINDING, f"{finding.rule}: {place}{finding.message} {finding.fix}")
-        # A stage may have requested creates before the job ended.
+        # A stage may have requested to create objects before another one ended the job.
         creates = () if is_ended(status) else tuple(self._creates)
         return Actions(
             status=None if status == before else status,

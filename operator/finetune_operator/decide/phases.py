@@ -1,4 +1,4 @@
-"""Durations of a job's phases, as far as its status shows them."""
+"""Durations of a job's phases, as far as they follow from its status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("pending", "fetch", "preflight", "queue", "schedule", "startup", "pull
 
 
 def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[str, float]:
-    """Name from `PHASES` -> seconds, for each phase whose beginning and end are in the status."""
+    """Return the seconds of each phase whose beginning and end are in the status, by its name from `PHASES`."""
     done = {kind: _time_of(status, kind) for kind in STAGES}
     skipped = {
         kind for kind in STAGES if (condition := find_condition(status.conditions, kind)) and condition.reason == Reason.SKIPPED
@@ -35,7 +35,7 @@ def phase_seconds(status: FineTuneJobStatus, created: datetime | None) -> dict[s
         "preflight": (done[ConditionType.FETCHED], done[ConditionType.PREPARED]),
         "queue": (done[ConditionType.PREPARED], released),
         "schedule": (released, scheduled),
-        # Volumes and network, and also the pull of the image if the kubelet does not report it separately.
+        # Includes volumes and network, and also the image pull if the kubelet does not report when the pod was prepared.
         "startup": (scheduled, running if prepared is None else prepared),
         "pull": (prepared, running),
         "train": (running, trained),

@@ -1,4 +1,4 @@
-"""The status of a FineTuneProfile: whether jobs can use it. Jobs that name the profile have the same messages in their status."""
+"""The status of a FineTuneProfile: whether jobs can use it. Jobs that name the profile show the same messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def invalid_profile(profile: ProfileView) -> str:
 
 
 def refused_namespace(profile: ProfileView, name: str, namespace: NamespaceView | None) -> str:
-    """Explain why jobs of the namespace may not name a valid profile; empty if they may. `namespace`: the namespace with its
-    labels, if the profile selects by labels.
+    """Explain why jobs of a namespace may not use a valid profile; empty if they may. `namespace`: the namespace with its labels;
+    only needed if the profile selects by labels.
     """
     spec = profile.spec
     if spec is not None and not spec.allows_namespace(name):

@@ -1,8 +1,8 @@
 """`reconcile(observed, now) -> Actions`: all decisions of the operator, in one pure function.
 
-It is level-based: it depends on the current state only, so a pass can be repeated, lost, or cut off between any two of its
-effects. The worker calls it for every key of its queue. The order of the checks below is their precedence: an outcome is final,
-a deletion beats a cancellation, a cancellation beats a suspension, and a suspension beats every problem.
+It is level-based: it depends only on the current state, so a pass can be repeated, lost, or interrupted between any two of its
+effects. The worker calls it for every key it takes from the queue. The order of the checks below is their precedence: an outcome
+is final, a deletion beats a cancellation, a cancellation beats a suspension, and a suspension beats any problem.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _STAGES = {
 
 
 def reconcile(observed: Observed, now: datetime) -> Actions:
-    """Decide what to do about one FineTuneJob. `now`: timezone-aware and in UTC."""
+    """Decide what to do about one FineTuneJob. `now`: a timezone-aware time in UTC."""
     actions = _decide(observed, now)
     if actions.status is None:
         return actions
@@ -80,7 +80,7 @@ def _decide(observed: Observed, now: datetime) -> Actions:
 
 
 def _reconcile_started(observed: Observed, result: PassResult) -> None:
-    """Continue a started job that is not suspended."""
+    """Continue a job that has started and is not suspended."""
     job = observed.job
     deadline = active_deadline(job.spec.run, job.status) if job.spec is not None else None
     if deadline is not None:
@@ -107,7 +107,7 @@ def _reconcile_started(observed: Observed, result: PassResult) -> None:
 
 
 def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
-    """Run the first stage that is not done. Whenever a stage turns out to be done, run the next one in the same pass."""
+    """Run the first stage that is not done. If it turns out to be done, run the next stage in the same pass, and so on."""
     for role, stage in _STAGES.items():
         if is_condition_true(observed.job.status.conditions, CONDITION[role]):
             continue
@@ -119,11 +119,11 @@ def _run_stages(observed: Observed, result: PassResult, run: FrozenRun) -> None:
 
 
 def _waits_for_name(observed: Observed, result: PassResult) -> bool:
-    """Whether no child may be created, because its name is taken, or because a Job is of a later attempt than status records."""
+    """Whether no child may be created, because its name is taken or there is a Job of a later attempt than status records."""
     if observed.vanishing:
         message = f"{', '.join(observed.vanishing)} of an earlier job of this name is still being deleted."
         result.condition(ConditionType.READY, False, Reason.PENDING, message)
-        # This obstacle disappears on its own, even if it stalled the job before.
+        # This obstacle will disappear on its own, even if it has stalled the job before.
         result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
         result.requeue_after(REQUEUE_SECONDS)
         return True

@@ -1,1 +1,1 @@
-"""The Lease that lets one replica work."""
+"""The Lease that ensures that only one replica works at a time."""

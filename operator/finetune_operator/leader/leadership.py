@@ -1,6 +1,6 @@
-"""Takes and renews the release's Lease in its own thread and event loop, so that a busy main loop does not lose it.
+"""Acquires and renews the release's Lease in a separate thread with its own event loop, so a busy main loop does not lose it.
 
-The process ends when the Lease is lost: a replica that wrongly believes that it leads would write while the real leader does.
+The process ends when the Lease is lost: a replica that wrongly believes it leads would write alongside the real leader.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _log = logger(__name__)
 
 
 class LeadershipThread:
-    """Competes for the Lease in parallel with the main loop. `on_lost` ends the process, unless a test replaces it."""
+    """Competes for the Lease in parallel with the main loop. `on_lost` ends the process; tests replace it."""
 
     def __init__(
         self, make_elector: Callable[[], AbstractAsyncContextManager[Elector]], on_lost: Callable[[], None] = lambda: os._exit(1)
     ) -> None:
         self._make_elector = make_elector
-        """Its result is entered inside the thread, because connections belong to an event loop."""
+        """Returns a context manager that is entered inside the thread, because connections are bound to an event loop."""
         self._on_lost = on_lost
         self._thread = threading.Thread(target=lambda: asyncio.run(self._compete()), name="leadership", daemon=True)
         self._elector: Elector | None = None
@@ -37,13 +37,13 @@ class LeadershipThread:
         """Set in the main loop once we lead."""
 
     def fence(self) -> None:
-        """Raise NotLeadingError unless we certainly lead. May be called from any thread."""
+        """Raise NotLeadingError unless we are certain to lead. May be called from any thread."""
         if self._elector is None:
             raise NotLeadingError("not sent: this replica does not hold the lease")
         self._elector.fence()
 
     def start(self) -> None:
-        """Begin to compete."""
+        """Start competing for the Lease."""
         self._thread.start()
 
     async def stop(self) -> None:
@@ -52,7 +52,7 @@ class LeadershipThread:
         if not self._thread.is_alive():
             return
         if self._loop is not None and self._task is not None:
-            # The loop may close on its own between the checks above and this call, which then raises RuntimeError.
+            # If the loop closes between the checks above and this call, the call raises RuntimeError.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._task.cancel)
         await asyncio.to_thread(self._thread.join, 25.0)

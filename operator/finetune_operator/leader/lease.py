@@ -1,8 +1,8 @@
-"""A small elector on a `coordination.k8s.io` Lease, and the Lease on the API server.
+"""A small leader elector based on a `coordination.k8s.io` Lease, and access to this Lease on the API server.
 
-Other replicas may take the Lease once its record has not changed for `duration`. Our own requests already stop after the shorter
-`renew_deadline`, so there is always a gap between two holders. The clocks of other replicas are not trusted: a lease counts as
-expired when this replica has seen no change of its record for its duration.
+Other replicas may take the Lease once its record has not changed for `duration`. Our own requests stop earlier, after
+`renew_deadline` without a renewal, so there is always a gap between two holders. The clocks of other replicas are not trusted: a
+lease counts as expired if this replica has not seen its record change for its duration.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class LeaseTiming:
 
     duration: float
     renew_deadline: float
-    """Age of the lease at which we stop sending requests, and the longest time that one renewal may take."""
+    """Age of our lease at which we stop sending requests; also the time limit of a renewal."""
     retry: float
 
 
 class Elector:
-    """Takes, renews and releases the lease for one identity."""
+    """Acquires, renews and releases the lease for one identity."""
 
     def __init__(
         self,
@@ -49,15 +49,15 @@ class Elector:
         self._clock = clock
         self._sleep = sleep
         self._lease: Document | None = None
-        """The Lease as we last wrote it, so a renewal needs no read."""
+        """The Lease as we last wrote it, so that renewals need no read."""
         self._renewed = -math.inf
-        """When the last successful renewal was sent, not when the response arrived: other replicas count from the write."""
+        """When the last successful renewal was sent, not when its response arrived: other replicas count from the write."""
         self._seen: tuple[object, float] | None = None
-        """The record of the other holder, and when this replica first saw it."""
+        """The record of another holder, and when this replica first saw it."""
 
     @property
     def age(self) -> float:
-        """Seconds since the lease was certainly ours; infinite if it never was. May be read from any thread."""
+        """Seconds since the lease was last certain to be ours; infinite if it never was. May be read from any thread."""
         return self._clock() - self._renewed
 
     def fence(self) -> None:
@@ -76,7 +76,7 @@ class Elector:
             try:
                 async with asyncio.timeout(self._timing.renew_deadline):
                     taken = await self._try_to_take()
-                # If the answer took longer than a renewal may take, another replica may have the lease by now.
+                # If the answer took longer than `renew_deadline`, another replica may have the lease by now.
                 if taken and self.age < self._timing.renew_deadline:
                     return
             except (ApiError, ApiUnreachableError, TimeoutError) as error:
@@ -85,7 +85,7 @@ class Elector:
 
     async def hold(self) -> None:
         """Renew the lease until another replica has taken it. While the API server is unavailable, no replica can take it: the
-        fence is then closed, and opens again with the first successful renewal.
+        fence closes, and opens again with the next successful renewal.
         """
         while True:
             await self._sleep(self._timing.retry)
@@ -102,7 +102,7 @@ class Elector:
         self._lease = None
         try:
             async with asyncio.timeout(self._timing.renew_deadline):
-                # Read the lease first: a renewal may have been written although it was cancelled before its response arrived.
+                # Read the lease first: a renewal that was cancelled before its response arrived may still have been written.
                 lease = await self._store.read()
                 if lease is not None and _holder(lease) == self._identity:
                     spec = lease["spec"] | {"holderIdentity": "", "leaseDurationSeconds": 1}
@@ -127,7 +127,7 @@ class Elector:
                 await self._write(known, started)
                 return True
             except ApiError as error:
-                # Another replica has written the Lease, or we have and the answer was lost; or the Lease was deleted.
+                # Either another replica has written the Lease, or we have but the answer was lost, or the Lease was deleted.
                 if error.code not in {404, 409}:
                     raise
         lease = await self._store.read()
@@ -137,7 +137,7 @@ class Elector:
         return True
 
     async def _write(self, lease: Document | None, started: float) -> None:
-        """Write the Lease with us as its holder. Raises ApiError with a conflict if another replica was faster."""
+        """Write the Lease with us as the holder. Raises an ApiError for the conflict if another replica was faster."""
         now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
         spec: Document = {} if lease is None else dict(lease.get("spec") or {})
         is_renewal = lease is not None and _holder(lease) == self._identity
@@ -177,7 +177,7 @@ class LeaseObject:
         return await self._api.get(LEASES, self._namespace, self._name)
 
     async def create(self, spec: Document) -> Document:
-        """Create the Lease. Raises ApiError with a conflict if it exists."""
+        """Create the Lease. Raises an ApiError for the conflict if it already exists."""
         metadata = {"name": self._name, "namespace": self._namespace}
         body = {"apiVersion": LEASES.api_version, "kind": LEASES.name, "metadata": metadata, "spec": spec}
         return await self._api.create(LEASES, self._namespace, body)

@@ -13,7 +13,7 @@ from finetune_job.http_server import Answer, HttpServer, ReaderCheck
 
 BEAT_SECONDS = 5.0
 STALL_SECONDS = 120.0
-"""A main loop silent for this long will not recover; a burst of objects stalls it for no more than a few seconds."""
+"""A main loop that gives no sign of life for this long will not recover; bursts of objects stall it for only a few seconds."""
 
 WAITING = "waiting for the CustomResourceDefinitions or the first complete list"
 
@@ -25,7 +25,7 @@ class Health:
         self._clock = clock
         self._beat = clock()
         self.is_ready = False
-        """Whether the replica is a standby, or leads with a complete cache."""
+        """Whether the replica is ready: as a standby, or as the leader with a complete cache."""
         self.is_leading = False
 
     def beat(self) -> None:

@@ -40,16 +40,16 @@ RESTARTED = (
     ),
     (FailureClass.STALLED, "false"),
 )
-"""Failure classes that are followed by a restart, and whether it is counted against `run.maxRestarts`."""
+"""Failure classes that may be followed by a restart, and whether the restart counts against `run.maxRestarts`."""
 SECONDS_BUCKETS = (1, 5, 15, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14_400, 28_800, 86_400, 259_200)
-"""Upper bounds of the histograms, both for jobs that find everything ready and for jobs that train for days."""
+"""Upper bounds of the histogram buckets. They suit jobs that find everything ready as well as jobs that train for days."""
 MOST_LABELS = 1000
-"""Maximum number of label sets that are counted separately: users choose team and queue, and each set has tens of series."""
+"""Maximum number of separate label sets, because users choose team and queue, and each label set has tens of series."""
 OTHER = "other"
 
 
 class JobCounters:
-    """Counts the ends, restarts and durations that the status writes of this process record."""
+    """Counts ends, restarts and durations as this process writes them to status."""
 
     def __init__(self, cache: Cache, registry: CollectorRegistry) -> None:
         self._cache = cache
@@ -69,7 +69,7 @@ class JobCounters:
         self._first_step = durations("finetune_time_to_first_step_seconds", text, "namespace", "queue")
 
     def count(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Count what a written status adds to the status before it."""
+        """Count what a status that was just written adds to the previous status."""
         cached = self._cache.job_of_uid(job.uid)
         if cached is None:
             return
@@ -83,7 +83,7 @@ class JobCounters:
         number = attempt_of(before, Role.TRAIN)
         old, new = record_of(before, Role.TRAIN, number), record_of(after, Role.TRAIN, number)
         known = len(old.restarts) if old is not None else 0
-        # These are restarts of ranks within their pod.
+        # Restarts of ranks within their pod.
         for restart in new.restarts[known:] if new is not None else ():
             self._restarts.labels(labels.namespace, labels.team, restart.failure, "true").inc()
         end = _end(after)
@@ -98,10 +98,10 @@ class JobCounters:
                 self._phases.labels(labels.namespace, labels.queue, phase).observe(seconds)
 
     def _counted_labels(self, labels: JobLabels, has_started: bool) -> JobLabels:
-        """Return the labels under which a job is counted, and begin their series at zero: `increase` does not see the first
-        value of a series.
+        """Return the labels under which a job is counted, and start their series at zero, because PromQL's `increase` ignores the
+        first value of a series.
         """
-        # A job that has not started may have any text as its profile.
+        # The profile of a job that has not started can be an arbitrary string.
         labels = labels if has_started else labels._replace(profile=OTHER)
         if labels not in self._known and len(self._known) >= MOST_LABELS:
             labels = JobLabels(labels.namespace, OTHER, OTHER, OTHER, OTHER, OTHER)

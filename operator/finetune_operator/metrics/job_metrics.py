@@ -1,4 +1,4 @@
-"""Gauges of single jobs, from their status. They exist as long as the FineTuneJob, even after its pods are gone."""
+"""Gauges of individual jobs, from their status. They exist as long as the FineTuneJob, even after its pods are gone."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class JobCollector(Collector):
 
     def _gpu_seconds(self, cached: CachedObject, gpus_per_pod: int) -> dict[str, int]:
         """Return the GPU seconds in status, plus those of the current attempt since then. If a pod is dropped from the cache at
-        this moment, nothing is returned: a sample may be missing, but must not be too low.
+        this moment, nothing is returned, because a missing sample is better than one that is too low.
         """
         summary, now = cached.summary, HeldSeconds()
         if summary is None:

@@ -1,5 +1,5 @@
-"""Prometheus metrics. What the cache knows is counted at every scrape, so no series outlives its objects; only what happens
-in this process (requests, passes) is kept in counters.
+"""Prometheus metrics. What the cache contains is counted at every scrape, so no series outlives its objects; only what happens in
+this process (requests, passes) is kept in counters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from finetune_operator.metrics.job_metrics import JobCollector
 from finetune_operator.queue.workqueue import WorkQueue
 
 PASS_BUCKETS = (0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
-"""Upper bounds in seconds: from a pass without a request to a pass that the API server holds up."""
+"""Upper bounds in seconds of the buckets for passes: from those without requests to those that the API server holds up."""
 QUEUE_BUCKETS = (0.005, 0.05, 0.25, 1, 2.5, 5, 10, 30, 60, 300)
 KNOWN_REASONS = (
     *("AlreadyExists", "BadRequest", "Conflict", "Expired", "Forbidden", "Gone", "InternalError", "Invalid"),
     *("NotFound", "RequestEntityTooLarge", "ServiceUnavailable", "Timeout", "TooManyRequests", "Unauthorized"),
 )
-"""Reasons that are counted separately. All others count as one, because a webhook can answer with any reason."""
+"""Reasons that are counted separately. All other reasons share one label, because a webhook can answer with any reason."""
 
 
 MOST_RULES = 512
@@ -48,7 +48,7 @@ class Metrics:
         build = Gauge("finetune_build_info", "The operator's version; always 1.", ["version", "python"], registry=self.registry)
         try:
             release = version("finetune-operator")
-        except PackageNotFoundError:  # the image holds the packages and installs no distribution
+        except PackageNotFoundError:  # The image contains the source packages but no installed distribution.
             release = "unknown"
         build.labels(release, platform.python_version()).set(1)
 
@@ -78,7 +78,7 @@ class Metrics:
         self._unreadable = counter("finetune_unreadable_objects", text, "kind")
 
     def request(self, answered: AnsweredRequest) -> None:
-        """Count an API request that was answered or got no answer."""
+        """Count an API request, whether it was answered or not."""
         reason = answered.reason if answered.reason in KNOWN_REASONS or not answered.reason else "other"
         self._requests.labels(answered.verb, answered.resource, answered.code, reason).inc()
 
@@ -87,7 +87,7 @@ class Metrics:
         self._passes.labels(result).observe(seconds)
 
     def failed(self, task: str) -> None:
-        """Count a failure of a task that runs alongside the passes; the task is started again."""
+        """Count a failure of a background task, which is then restarted."""
         self._failures.labels(task).inc()
 
     def found(self, rule: str, severity: str) -> None:
@@ -98,11 +98,11 @@ class Metrics:
         self._findings.labels(rule if is_counted_apart else OTHER_RULES, severity).inc()
 
     def unreadable(self, kind: str) -> None:
-        """Count an object of that kind in which something could not be read."""
+        """Count an object of that kind that has an unreadable value."""
         self._unreadable.labels(kind).inc()
 
     def observe_state(self, cache: Cache, queue: WorkQueue[JobKey], health: Health, watches: Watches) -> None:
-        """Collect the state of these objects, and of all jobs, at every scrape."""
+        """Have the state of these objects, and of all jobs, collected at every scrape."""
         self.registry.register(StateCollector(cache, queue, health, watches))
         self.registry.register(JobCollector(cache))
 

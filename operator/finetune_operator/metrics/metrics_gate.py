@@ -1,7 +1,7 @@
-"""Decides who may read the metrics: clients whose token the API server accepts, and who may `get` the path `/metrics`.
+"""Decides who may read the metrics: clients whose token the API server accepts and who may `get` the path `/metrics`.
 
-That is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). The probes need no token,
-because the kubelet has no token.
+This is how Kubernetes' own components protect their metrics (TokenReview and SubjectAccessReview). Probes need no token, because
+the kubelet has none.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ ALLOWED_SECONDS, REFUSED_SECONDS = 60.0, 10.0
 """How long the API server's permission or refusal is cached."""
 MOST_VERDICTS = 256
 REQUESTS_AT_A_TIME = 4
-"""Maximum number of our requests to the API server at a time: anybody who reaches the port may send invalid tokens."""
+"""Maximum number of concurrent requests to the API server, because anybody who reaches the port can send invalid tokens."""
 REVIEW_SECONDS = 3.0
 CERTIFICATE_SECONDS = 10.0
 """Seconds between two checks of the certificate's files."""
 
 
 class MetricsGate:
-    """Asks the API server about each token once in a while."""
+    """Asks the API server about tokens, and caches each verdict for a while."""
 
     def __init__(self, connect: Callable[[], Awaitable[Api]] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`connect`: called once, in the event loop of the server."""
+        """`connect`: called once, in the event loop of the metrics server."""
         self._connect = connect or _connect
         self._api: Api | None = None
         self._clock = clock
         self._verdicts: OrderedDict[bytes, tuple[HTTPStatus, float]] = OrderedDict()
-        """Digest of a token -> the verdict, and when it expires."""
+        """Digest of a token -> verdict, and when the verdict expires."""
 
     async def refusal(self, path: str, authorization: str) -> Answer | None:
         """See `ReaderCheck`."""
@@ -101,10 +101,10 @@ class MetricsGate:
 
 
 class Certificate:
-    """The server's certificate, read again when its files change, for example because cert-manager has renewed it."""
+    """The server's certificate. It is reloaded when its files change, for example because cert-manager has renewed it."""
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """`directory` has tls.crt and tls.key. Raises OSError, ssl.SSLError if they cannot be read."""
+        """`directory` contains tls.crt and tls.key. Raises OSError or ssl.SSLError if they cannot be read."""
         self._files = directory / "tls.crt", directory / "tls.key"
         self._clock = clock
         self._looked = clock()

@@ -1,5 +1,5 @@
-"""Performs `Actions`: one status write, then deletes, ungates, creates and events, in the order that `decide.actions` explains.
-Also reports passes that fail.
+"""Carries out `Actions`: one status write, then deletes, ungates, creates and events, in the order that `decide.actions`
+explains. Also reports failing passes.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ class PassOutcome(StrEnum):
     ACTED = "acted"
     """Something has changed: status was written, a delete was accepted, a gate was removed, or a new child was created."""
     REPEATED = "repeated"
-    """Nothing has changed: all actions had already been done, or are not possible now."""
+    """Nothing has changed: all actions were already done, or are not possible now."""
     OUTDATED = "outdated"
-    """The job or its place in the line had changed since it was observed, so nothing was done."""
+    """The job or its place in line had changed since the job was observed, so nothing was done."""
     GONE = "gone"
-    """The job was deleted meanwhile."""
+    """The job had been deleted in the meantime."""
 
 
 LONGEST_WORDS = 600
 _SECRETS = re.compile(r"(?<=://)[^/@\s]+@|(?i:\bbearer\s+)\S+|\beyJ[\w-]+\.[\w.-]+")
-"""Pattern of tokens, and of user names and passwords in addresses."""
+"""Matches tokens, and user names and passwords in URLs."""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Carries out the actions of passes, and takes the server's answers into the cache."""
+    """Carries out the actions of passes, and stores the server's answers in the cache."""
 
     api: Api
     cache: Cache
@@ -61,11 +61,11 @@ class Executor:
     recorder: EventRecorder
     now: Callable[[], datetime] = utc_now
     status_written: Callable[[JobView, FineTuneJobStatus], None] = lambda _job, _after: None
-    """Called for each status that the server has accepted, with the job as it was before and the new status."""
+    """Called for each status that the server has accepted, with the previous job and the new status."""
 
     async def execute(self, gathered: Gathered, actions: Actions) -> PassOutcome:
-        """Carry out the actions. Raises ApiError and ApiUnreachableError; what was done before that remains, and the next pass
-        continues from there.
+        """Carry out the actions. Raises ApiError or ApiUnreachableError; actions that were already carried out stay in effect,
+        and the next pass continues from there.
         """
         job = gathered.observed.job
         patch = {} if actions.status is None else merge_patch(gathered.raw_status, status_document(actions.status))
@@ -94,7 +94,7 @@ class Executor:
         return PassOutcome.REPEATED if decided else PassOutcome.UNCHANGED
 
     async def _start(self, job: JobView, limit: int, status: FineTuneJobStatus, patch: Document) -> PassOutcome | None:
-        """Write the status that starts a job, if there is a place for it among the active jobs."""
+        """Write the status that starts a job, if the limit of active jobs leaves room for it."""
         lines = self.cache.lines
         async with lines.starting:
             if lines.unsettled is not None:
@@ -136,7 +136,7 @@ class Executor:
         try:
             answer = await self.api.delete(kind, job.namespace, delete.name, uid=delete.uid, force=delete.force)
         except ApiError as error:
-            # The object is gone already, or another object has taken its name: there is nothing to delete.
+            # With these errors, the object is already gone or another object has its name, so there is nothing to delete.
             if not (error.is_not_found or error.is_conflict):
                 raise
             if kind in CACHED:
@@ -149,7 +149,7 @@ class Executor:
         return True
 
     async def _ungate(self, job: JobView, ungate: Ungate) -> bool:
-        """Remove a gate. Returns whether something has changed: the gates, or it is now known that the server refuses this."""
+        """Remove a gate. Returns whether anything has changed: the gates, or our knowledge that the server refuses the write."""
         metadata = {"uid": ungate.uid, "annotations": {GATES_ANNOTATION: ",".join(ungate.remaining) or None}}
         try:
             self.cache.take(BATCH_JOBS, await self.api.patch(BATCH_JOBS, job.namespace, ungate.name, {"metadata": metadata}))
@@ -165,7 +165,7 @@ class Executor:
         return True
 
     async def _create(self, job: JobView, create: Create) -> bool:
-        """Create a child. Returns whether something has changed: the child is new, or is now known to be refused."""
+        """Create a child. Returns whether anything has changed: the child is new, or is now known to be refused."""
         kind = CHILD_KINDS[create.kind]
         try:
             created = await self.api.create(kind, job.namespace, create.body)
@@ -182,7 +182,7 @@ class Executor:
         return True
 
     async def _adopt(self, job: JobView, kind: Kind, name: str, error: ApiError) -> bool:
-        """Handle a taken name. Its owner is our own child if an answer was lost or the label was removed, else another object."""
+        """Handle a name that is taken: by our own child, if an answer was lost or a label removed, or by another object."""
         existing = await self.api.get(kind, job.namespace, name)
         if existing is None:
             raise error
@@ -192,15 +192,15 @@ class Executor:
         self.gatherer.note_written(job.uid)
         key = object_key(existing)
         if kind == BATCH_JOBS and not key.is_labelled:
-            # It counts as deleted, because no watch would report how it ends. It is created again once it is gone.
+            # Without its label, no watch would report how the Job ends, so it is deleted, and created again once it is gone.
             await self._delete(job, Delete("Job", name, key.uid))
         elif kind in CACHED:
             self.cache.found(kind, existing)
         return False
 
     async def report_failure(self, key: JobKey, error: Exception) -> None:
-        """Report in the job's status that its passes fail, unless status reports that already. This small write does not depend
-        on what a pass reads or decides. Raises ApiError, ApiUnreachableError.
+        """Report in the job's status that its passes fail, unless status already says so. This small write does not depend on
+        what a pass reads or decides. Raises ApiError, ApiUnreachableError.
         """
         cached = self.cache.job(key)
         if cached is None:
@@ -219,7 +219,7 @@ class Executor:
 
 
 def words_of(error: Exception) -> str:
-    """Describe an error for users: the server's message without secrets, or only the type of an unexpected error."""
+    """Describe an error to users: the server's message without secrets or, for an unexpected error, only its type."""
     match error:
         case ApiError():
             message = _SECRETS.sub("***", " ".join(str(error).split()))
@@ -231,13 +231,13 @@ def words_of(error: Exception) -> str:
 
 
 def starts(job: JobView, actions: Actions) -> bool:
-    """Whether the status write freezes the plan, after which the job counts as active."""
+    """Whether the status write freezes the plan, so that the job counts as active from then on."""
     return actions.status is not None and is_started(actions.status) and not is_started(job.status)
 
 
 def status_document(model: BaseModel) -> Document:
-    """Return status, or a part of it, as JSON without absent values: CEL asks `has(status.startTime)`, so an empty one must be
-    absent.
+    """Return status, or a part of it, as JSON without unset values: CEL rules test `has(status.startTime)`, so an unset time must
+    be absent.
     """
     document: Document = {}
     for name, field in type(model).model_fields.items():

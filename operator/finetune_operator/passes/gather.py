@@ -1,8 +1,8 @@
 """Builds `Observed`, the input of one reconcile pass, from the cache and a few live reads.
 
-Live reads are made only for what no watch shows: what really runs before another Job is created (`live_reads`), whether claims
-exist, whether a conflicting object still exists. They are also made before pods that have not started are given up, because a
-watch may be late.
+Live reads are made only for what watches do not show: what is really running before another Job is created (`live_reads`),
+whether claims exist, and whether a conflicting object still exists. They are also made before giving up on pods that have not
+started, because a watch may be late.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ from finetune_operator.passes.notes import JobNotes, refused_write
 from finetune_operator.passes.workloads import Workloads, num_waiting
 
 CLAIM_SEEN_SECONDS = 60.0
-"""How long a claim that was found is assumed to exist."""
+"""How long a claim, once found, is assumed to exist."""
 MISSING_RETRY_SECONDS = 15.0
-"""Pause between two checks for a missing claim or a conflicting object, which no watch shows."""
+"""Pause between two checks for a missing claim or a conflicting object, which are not watched."""
 VANISHING_RETRY_SECONDS = 3.0
 NAMESPACE_SECONDS = 2.0
-"""How long labels of a namespace that were read are valid."""
+"""How long the labels of a namespace may be reused after they were read."""
 PLACE_KEPT_SECONDS = 20.0
-"""How long a reported place in the line is kept. Each status write leads to another pass; without this, passes would write again
-and again while older jobs become ready one after the other."""
+"""How long a reported place in line is left as it is. Each status write leads to another pass, so otherwise passes would keep
+writing while older jobs become ready one after another."""
 NO_NOTES = JobNotes()
 
 
 class TemplateClaim(Enum):
-    """Whether a job can use an existing claim with the name that its template would create."""
+    """Whether a job can use an existing claim that has the name of the claim from its template."""
 
     USABLE = auto()
     VANISHING = auto()
@@ -75,15 +75,15 @@ class Gathered:
 
     observed: Observed
     raw_status: Document
-    """Status as stored on the server, from which the patch is computed."""
+    """Status as stored on the server, against which the patch is computed."""
     revisit_after_seconds: float | None
-    """Seconds after which this input is outdated even without a watch event; None if never."""
+    """Seconds until this input becomes outdated even without a watch event; None if never."""
     cpu_seconds: float = 0.0
-    """CPU time of parsing the job, without the requests."""
+    """CPU time for parsing the job, without requests."""
 
 
 class Gatherer:
-    """Gathers the input of passes. Between passes it remembers only hints, which live reads renew."""
+    """Gathers the input of passes. Between passes it keeps only hints, which live reads refresh."""
 
     def __init__(
         self,
@@ -107,11 +107,11 @@ class Gatherer:
         self._claims_seen: dict[tuple[str, str], datetime] = {}
         self._namespaces: dict[str, tuple[datetime, NamespaceView]] = {}
         self._notes: dict[str, JobNotes] = {}
-        """UID of a job -> notes about it; most jobs have none."""
+        """UID of a job -> notes about the job; most jobs have none."""
         cache.job_gone = self._forget_job
 
     async def _namespace(self, name: str, now: datetime) -> NamespaceView:
-        """Return the labels of a namespace. They are kept for a moment, because all jobs that wait in a line ask for them."""
+        """Return the labels of a namespace. They are cached briefly, because all jobs that wait in a line need them."""
         read_after = now - timedelta(seconds=NAMESPACE_SECONDS)
         self._namespaces = {known: read for known, read in self._namespaces.items() if read[0] > read_after}
         if name not in self._namespaces:
@@ -119,7 +119,7 @@ class Gatherer:
         return self._namespaces[name][1]
 
     def note_conflict(self, job_uid: str, kind: Kind, name: str) -> None:
-        """Record that an object that is not ours already has the name of a child to be created."""
+        """Record that the name of a child to be created is taken by an object that is not ours."""
         self._notes_of(job_uid).conflicts |= {(kind, name)}
 
     def note_progress(self, job_uid: str, progress: Progress) -> None:
@@ -127,7 +127,7 @@ class Gatherer:
         self._notes_of(job_uid).progress = progress
 
     def note_refusal(self, job_uid: str, kind: Kind, name: str, error: ApiError, now: datetime) -> None:
-        """Record that the API server refused to create or change a child, and will refuse for a while."""
+        """Record that the API server refused to create or change a child, and will probably keep refusing for a while."""
         notes = self._notes_of(job_uid)
         notes.refused = refused_write(notes.refused, (kind.name, name), error, now, self._draw)
 
@@ -140,11 +140,11 @@ class Gatherer:
     def may_create(self, job_uid: str, now: datetime) -> bool:
         """Whether a child of that job may be created now."""
         notes = self._notes.get(job_uid, NO_NOTES)
-        # Later children of a pass need the earlier ones: a Job must not run with somebody else's ConfigMap.
+        # The later children of a pass need the earlier ones: a Job must not run with somebody else's ConfigMap.
         return not notes.conflicts and (notes.refused is None or now >= notes.refused.retry_at)
 
     async def gather(self, key: JobKey, now: datetime) -> Gathered | None:
-        """Gather everything about one job; None if the job does not exist, or no longer exists."""
+        """Gather everything about one job; None if the job does not exist or no longer exists."""
         cached = self._cache.job(key)
         if cached is None:
             return None
@@ -208,7 +208,7 @@ class Gatherer:
         return Gathered(observed, parsed.raw_status, min(revisits, default=None), cpu_seconds)
 
     def _notes_of(self, job_uid: str) -> JobNotes:
-        """Return the notes about a job, for changes. Notes about a job that is gone are not kept."""
+        """Return the notes about a job, for modification. Notes about a job that is gone are not kept."""
         return self._notes.setdefault(job_uid, JobNotes()) if self._cache.job_of_uid(job_uid) else JobNotes()
 
     def _forget_job(self, job_uid: str) -> None:
@@ -216,7 +216,7 @@ class Gatherer:
         self._reader.forget(job_uid)
 
     def _with_children(self, observed: Observed) -> Observed:
-        """Replace the children by those that are now in the cache."""
+        """Replace the children with those that are now in the cache."""
         uid, name = observed.job.uid, observed.job.name
         config_maps, services = self._cache.owned(CONFIG_MAPS, uid), self._cache.owned(SERVICES, uid)
         batch_jobs = tuple(item.batch_job for item in self._cache.owned(BATCH_JOBS, uid) if item.batch_job is not None)
@@ -225,7 +225,7 @@ class Gatherer:
         return replace(
             observed,
             batch_jobs=batch_jobs,
-            # Pods of a deleted Job are not evidence about another Job of the same name.
+            # Pods of a deleted Job are no evidence about another Job with the same name.
             pods=tuple(
                 item.pod
                 for item in self._cache.pods_of(uid)
@@ -269,8 +269,8 @@ class Gatherer:
         has_template = job.spec.workspace.volume_claim_template is not None
         present = set()
         for claim in claims_named_by(job.spec, job.name):
-            # A claim of somebody else that has the template's name by chance is not used: it is reported as a conflict when ours
-            # is to be created.
+            # A foreign claim that happens to have the template's name is not used: it is reported as a conflict when ours is to
+            # be created.
             is_own = has_template and claim == workspace_claim_name(job.name)
             place = (job.namespace, f"{claim} of {job.uid}" if is_own else claim)
             if place not in self._claims_seen:
@@ -285,14 +285,14 @@ class Gatherer:
                     revisits.append(MISSING_RETRY_SECONDS if state is not TemplateClaim.VANISHING else VANISHING_RETRY_SECONDS)
                     continue
                 if is_begun or not is_own:
-                    # A claim that the job does not use yet is read in each pass until something is created from the plan.
+                    # A claim that the job does not use yet is read in every pass until something is created from the plan.
                     self._claims_seen[place] = now
             present.add(claim)
         return frozenset(present)
 
     def _with_events(self, observed: Observed, now: datetime, revisits: list[float]) -> Observed:
         """Add the Warning events of Jobs, and of pods that have been pending for a while: in a pod's first seconds, events report
-        problems that disappear on their own.
+        problems that go away on their own.
         """
         job = observed.job
         if is_ended(job.status):
@@ -313,8 +313,8 @@ class Gatherer:
     async def _conflicts(
         self, job: JobView, notes: JobNotes, revisits: list[float]
     ) -> tuple[set[tuple[Kind, str]], set[tuple[Kind, str]]]:
-        """Return two sets of objects that have the name of a child and are not ours: those that an earlier job of this name has
-        left, which will be deleted, and the others.
+        """Return two sets of objects that have the name of a child but are not ours: those left by an earlier job of the same
+        name, which will be deleted, and all others.
         """
         vanishing: set[tuple[Kind, str]] = set()
         conflicts: set[tuple[Kind, str]] = set()
@@ -331,7 +331,7 @@ class Gatherer:
         return vanishing, conflicts
 
     def _forget_settled_evidence(self, job: JobView) -> None:
-        """Forget deleted pods that are no longer needed, because status has the outcome of their attempt."""
+        """Forget deleted pods that are no longer needed because status has the outcome of their attempt."""
         existing = {cached.key.uid for cached in self._cache.owned(BATCH_JOBS, job.uid)}
         role = current_role(job.status)
         current = (role, attempt_of(job.status, role))
@@ -347,7 +347,7 @@ class Gatherer:
 
 
 def _waits_for_name(observed: Observed) -> bool:
-    """Whether nothing is created because a name is taken, perhaps for weeks. Live lists are then useless, except at the end."""
+    """Whether nothing can be created because a name is taken, perhaps for weeks. Live lists then help only at the end."""
     job = observed.job
     return bool(observed.vanishing or observed.conflicts) and not (is_ended(job.status) or job.deleting)
 
@@ -357,9 +357,9 @@ def _named(objects: set[tuple[Kind, str]]) -> tuple[str, ...]:
 
 
 def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: bool = False) -> TemplateClaim:
-    """Judge an existing claim with the name of the claim that is created from the job's template.
+    """Decide whether a job can use an existing claim that has the name of the claim from the job's template.
 
-    Labels decide, because a claim that is kept after its job has no owner, and the next job of that name uses the claim.
+    Labels decide, because a claim that outlives its job has no owner, and is used by the next job with the same name.
     `is_begun`: whether the job already uses the claim; it then does so for as long as the claim exists.
     """
     labels = Fields(claim).at("metadata").at("labels")
@@ -375,7 +375,7 @@ def template_claim(key: ObjectKey, claim: Document, job: JobView, *, is_begun: b
 def is_of_namesake(key: ObjectKey, job: JobView) -> bool:
     """Whether an object is controlled by an earlier job with the same name.
 
-    As this FineTuneJob has the name, the earlier one must be gone. So the garbage collector will delete every object that still
-    names the earlier job as its controller, whether the object is marked for deletion or not.
+    As this FineTuneJob has the name now, the earlier one must be gone. So the garbage collector will delete every object that
+    still names the earlier job as its controller, whether or not the object is already marked for deletion.
     """
     return key.is_controlled_by(JOBS) and key.owner_name == job.name and key.owner_uid != job.uid

@@ -1,7 +1,7 @@
-"""Reads what no watch shows, before a pass: everything that is running, labels of namespaces, and conditions of nodes.
+"""Reads what watches do not show, before a pass: everything that is running, labels of namespaces, and conditions of nodes.
 
-If somebody only removes the label of a child, a filtered watch reports a deletion, and nothing about that child from then on. So
-before another Job is created, lists without the label show what is still running.
+If somebody merely removes the label of a child, a watch with a label selector reports a deletion, and nothing about that child
+from then on. So before another Job is created, lists without the selector show what is still running.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from finetune_operator.logs import logger
 from finetune_operator.passes.notes import JobNotes, LiveList
 
 UNWATCHED_SECONDS = 15.0
-"""How long a live list is valid if it shows an object that no watch shows, because the object has no label or no owner."""
+"""How long a live list is valid if it shows an object that is not watched because it has no label or no owner."""
 LISTED_SECONDS = 60.0
-"""How long any other live list is valid if no event reports a change of what it showed."""
+"""How long any other live list is valid, unless an event reports a change to what it shows."""
 _log = logger(__name__)
 _FIX_OF_NODES = "install the chart with rbac.readNodes=true, or remove gpu.faultConditions from the profile"
 STILL_RUNS = "status.phase!=Succeeded,status.phase!=Failed"
 
 
 class LiveReads:
-    """Reads children, and takes what it reads into the cache."""
+    """Reads children, and stores them in the cache."""
 
     def __init__(self, api: Api, cache: Cache) -> None:
         self._api = api
@@ -73,12 +73,12 @@ class LiveReads:
         return tuple(policies)
 
     async def finds(self, kind: Kind, namespace: str, name: str) -> bool:
-        """Whether a child of that name exists and is ours, although no list has shown it because it lacks our label."""
+        """Whether a child with that name exists and is ours. Lists may not show it, because it lacks our label."""
         document = await self._api.get(kind, namespace, name)
         return document is not None and self._cache.found(kind, document)
 
     async def children(self, job: JobView, notes: JobNotes, now: datetime) -> LiveChildren:
-        """List Jobs and pods without label selector, filtered by owner UID, unless an earlier list is still valid."""
+        """List Jobs and pods without a label selector, filtered by owner UID, unless an earlier list is still valid."""
         listed = notes.listed
         if listed is not None:
             valid_seconds = LISTED_SECONDS if listed.is_watched else UNWATCHED_SECONDS
@@ -87,7 +87,7 @@ class LiveReads:
                 return listed.children
         batch_jobs = [key for key, _ in await self._list(BATCH_JOBS, job.namespace) if _is_controlled_by(key, job.uid)]
         for key in batch_jobs:
-            # A Job without the label counts as deleted: no watch would show how it ends.
+            # A Job without the label counts as deleted, because no watch would show how it ends.
             if key.is_labelled and not self._cache.is_known(BATCH_JOBS, key):
                 await self._read(BATCH_JOBS, key)
         known = {key.uid for key in batch_jobs} | self._cache.batch_job_uids_of(job.uid)
@@ -95,7 +95,7 @@ class LiveReads:
             await self._live_pod(key, item)
             for key, item in await self._list(PODS, job.namespace, field_selector=STILL_RUNS)
             if (key.owner_uid in known or (labelled_job_uid(item) == job.uid and _may_be_ours(key)))
-            # Some servers return more than the field selector selects.
+            # Some servers return more than what the field selector selects.
             and Fields(item).at("status").text("phase", 32) not in ("Succeeded", "Failed")
         ]
         by_name = attrgetter("name")
@@ -107,8 +107,8 @@ class LiveReads:
             (PODS, child.uid) for child in children.running_pods
         ]
         is_watched = all(self._cache.is_watched(kind, uid) for kind, uid in shown)
-        # A list that shows nothing to wait for is not kept, so a new list is made before each creation: a Job that was created
-        # later may be gone again without a trace in the cache, while its pods remain.
+        # A list that shows nothing to wait for is not reused, so a new list is made before each creation: a Job created later may
+        # already be gone again without a trace in the cache, while its pods remain.
         role = current_role(job.status)
         others = {
             cached.key.uid
@@ -137,7 +137,7 @@ class LiveReads:
 
 
 async def namespace_view(api: Api, name: str) -> NamespaceView:
-    """Read the labels of a namespace, or find out why they cannot be read. Namespaces are not watched: few profiles have a
+    """Read the labels of a namespace, or return why they cannot be read. Namespaces are not watched: few profiles have a
     selector, and only jobs that have not begun need the labels. Raises ApiUnreachableError, and ApiError except for a missing
     permission.
     """
@@ -154,7 +154,7 @@ async def namespace_view(api: Api, name: str) -> NamespaceView:
 
 
 async def read_nodes(api: Api, names: Sequence[str]) -> tuple[NodeView, ...]:
-    """Read the conditions of nodes, up to the first that cannot be read. Nodes are not watched. Raises ApiUnreachableError."""
+    """Read the conditions of nodes, which are not watched, up to the first read that fails. Raises ApiUnreachableError."""
     nodes: list[NodeView] = []
     for name in names:
         try:

@@ -1,6 +1,6 @@
-"""Notes about a FineTuneJob that are kept between passes, in addition to the cluster's objects, and are dropped with the job.
+"""Notes about a FineTuneJob that are kept between passes, in addition to the cached objects, and dropped with the job.
 
-They may be lost at any time: a new leader learns them again from the server's answers.
+They may be lost at any time: a new leader recovers them from the server's answers.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ LONGEST_MESSAGE = 1024
 
 @dataclass(frozen=True)
 class LiveList:
-    """A live list, and the state of the cache at the time of this list."""
+    """A live list, and the state of the cache at that time."""
 
     children: LiveChildren
     fingerprint: frozenset[tuple[str, int]]
     at: datetime
     is_watched: bool
-    """Whether watches will send events about everything that the list shows."""
+    """Whether everything that the list shows is watched."""
 
 
 @dataclass(slots=True)
@@ -35,16 +35,16 @@ class JobNotes:
     """Notes about one job."""
 
     conflicts: frozenset[tuple[Kind, str]] = frozenset()
-    """Objects that are not ours, found under the names of children that were to be created."""
+    """Objects that are not ours but have the names of children that were to be created."""
     progress: Progress | None = None
     refused: RefusedWrite | None = None
     listed: LiveList | None = None
     reported_ahead: tuple[datetime, int] | None = None
-    """When the number of jobs ahead in the line was last reported, and that number."""
+    """When the number of jobs ahead in line was last reported, and that number."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is noted, as for nearly every job."""
+        """Whether nothing is noted, as is the case for nearly all jobs."""
         return not (self.conflicts or self.progress or self.refused or self.listed or self.reported_ahead)
 
 
@@ -53,7 +53,7 @@ def refused_write(
 ) -> RefusedWrite:
     """Return the note about a write that the server refused, perhaps not for the first time. `child`: kind and name.
 
-    For another child, the pauses begin with the shortest again, because earlier refusals say nothing about it. `draw` returns a
+    For a different child, pauses start with the shortest again, because earlier refusals say nothing about it. `draw` returns a
     random number from 0 to 1, so that jobs that were refused together are not retried together.
     """
     kind, name = child

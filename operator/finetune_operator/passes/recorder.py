@@ -1,7 +1,7 @@
 """Kubernetes Events about FineTuneJobs. A repeated event increases the count of the first Event, which kubectl shows.
 
-Events are optional: `record` only notes them, and `run` writes them one at a time, so they never delay a pass. If the same event
-already waits, its count is increased. Events are dropped, and counted, if too many wait or the API server does not accept them.
+Events are best effort: `record` only queues them, and `run` writes them one at a time, so they never delay a pass. If the same
+event is already queued, its count is increased. Events are dropped if too many are queued or the server rejects them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from finetune_operator.logs import logger
 
 _log = logger(__name__)
 MOST_WAITING = 4096
-"""Maximum number of events that wait to be written; at 1 kB each, they take 4 MB."""
+"""Maximum number of queued events; at 1 kB each, they take 4 MB."""
 MESSAGE_LIMIT = 1024
-"""Longest message that the API server accepts."""
+"""Maximum length of an event's message that the API server accepts."""
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _PendingEvent:
 
 
 class EventRecorder:
-    """Writes events. An event that cannot be written is logged, and never makes a pass fail.
+    """Writes events. An event that cannot be written is logged, but never makes a pass fail.
 
     `dropped` is called for every event that is dropped.
     """
@@ -60,9 +60,9 @@ class EventRecorder:
         return len(self._waiting)
 
     def record(self, job: JobView, event: Emit) -> None:
-        """Keep the event, to be written soon."""
+        """Queue the event to be written soon."""
         digest = hashlib.sha256(f"{job.uid}\n{event.type}\n{event.reason}\n{event.message}".encode()).hexdigest()[:16]
-        # An event's name may be longer than any label, so a job's name always fits.
+        # An event's name may be longer than a label's value, so a job's name always fits.
         name = f"{job.name}.{digest}"
         waiting = self._waiting.get(name)
         if waiting is not None:
@@ -74,7 +74,7 @@ class EventRecorder:
             self._noted.set()
 
     async def run(self) -> None:
-        """Write events as they are noted, one at a time, until cancelled."""
+        """Write queued events, one at a time, until cancelled."""
         while True:
             await self._noted.wait()
             self._noted.clear()
@@ -82,14 +82,14 @@ class EventRecorder:
                 await self._write_next()
 
     async def flush(self, seconds: float) -> None:
-        """Write the waiting events, for at most this number of seconds."""
+        """Write the queued events, for at most this number of seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._waiting:
                     await self._write_next()
 
     async def _write_next(self) -> None:
-        """Write the event that has waited longest."""
+        """Write the event that has been queued for longest."""
         _, waiting = self._waiting.popitem(last=False)
         try:
             await self._write(waiting.body, waiting.times)

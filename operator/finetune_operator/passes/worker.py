@@ -1,8 +1,8 @@
 """Runs reconcile passes: takes a key, gathers, decides, executes, logs the decision and schedules the next pass.
 
-Between two passes over a job there is always an effect of the first pass, a pause, or a new event. An effect is something that
-the API server has carried out: a status write, an accepted delete, a new object (`PassOutcome.ACTED`). A pass that only repeated
-what had already been done, or was outdated, has no effect. A job is also paused if every pass has an effect and it never rests.
+A second pass over a job follows only if the first pass had an effect, or after a pause, or upon a new event. An effect is
+something that the API server has carried out: a status write, an accepted delete, a new object (`PassOutcome.ACTED`). A pass that
+only repeated what was already done, or that was outdated, has no effect. A job whose passes keep having effects is paused too.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from finetune_operator.queue.workqueue import QueueClosedError, Urgency, WorkQue
 
 _log = logger(__name__)
 MOST_ACTS_IN_A_ROW = 8
-"""Maximum number of passes with an effect in a row without a pause. Normally a job has at most four between two waits."""
+"""Maximum number of passes with an effect in a row before a pause. Normally a job has at most four between two waits."""
 REST_PER_CPU_SECOND = 20.0
-"""After a pass without effect, a job rests for this multiple of its CPU time, so events cost at most 5 % of a core."""
+"""After a pass without effect, a job rests for this multiple of the pass's CPU time, so its events cost at most 5 % of a core."""
 SHORTEST_PAUSE = 0.05
 
 
 def urgency(cached: CachedObject | None) -> Urgency:
-    """How soon to look at a job after an event about it."""
+    """Return how urgent a pass is after an event about this job."""
     is_new = cached is None or cached.summary is None or not cached.summary.conditions
     return Urgency.NEW if is_new else Urgency.CHANGED
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Takes keys until the queue is closed. Any number of workers may run on one loop: no two get the same key at a time."""
+    """Processes keys until the queue is closed. Many workers may run on one loop: no two have the same key at a time."""
 
     queue: WorkQueue[JobKey]
     gatherer: Gatherer
@@ -50,11 +50,11 @@ class Worker:
     instruments: Metrics
     now: Callable[[], datetime]
     cpu_clock: Callable[[], float] = time.thread_time
-    """CPU seconds of this thread, so that on a busy machine a job does not rest because of the time that others took."""
+    """CPU seconds of this thread, so that on a busy machine, a job does not rest longer because of other processes."""
     _acts: dict[JobKey, int] = field(default_factory=dict)
-    """Job -> passes with an effect since the last pass that found nothing to do."""
+    """Job -> number of passes with an effect since the last pass that found nothing to do."""
     _failures: dict[JobKey, int] = field(default_factory=dict)
-    """Job -> passes that failed since the last pass that succeeded."""
+    """Job -> number of failed passes since the last successful one."""
     _computing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
@@ -80,14 +80,14 @@ class Worker:
             await self._count_failure(key, error)
             return "error"
         except Exception as error:  # noqa: BLE001
-            # A defect that one job's content reveals must not end the work on all other jobs.
+            # A bug that is triggered by one job's content must not end the work on all other jobs.
             delay = self.queue.retry(key)
             _log.exception("pass failed unexpectedly", namespace=key.namespace, job=key.name, retry_seconds=delay)
             await self._count_failure(key, error)
             return "defect"
 
     async def _count_failure(self, key: JobKey, error: Exception) -> None:
-        """Count a failure, and report it in the status of the job after several in a row."""
+        """Count a failed pass and, after several in a row, report the error in the job's status."""
         self._failures[key] = self._failures.get(key, 0) + 1
         if self._failures[key] < FAILURES_BEFORE_REPORT:
             return
@@ -120,7 +120,7 @@ class Worker:
             self.queue.rest(key, cpu * REST_PER_CPU_SECOND)
         self._settle(key, outcome)
         if outcome is PassOutcome.UNCHANGED and keeps_error:
-            # This pass went well, so the next one may remove the error.
+            # This pass succeeded, so the next one may remove the error from status.
             self.queue.requeue_now(key)
         elif outcome is PassOutcome.UNCHANGED:
             times = [item for item in (actions.requeue_after_seconds, gathered.revisit_after_seconds) if item is not None]
@@ -129,7 +129,7 @@ class Worker:
         return outcome
 
     async def _turn(self) -> None:
-        """Wait for a round of the loop in which no other pass computes: a probe or an answer waits for one pass, not for all."""
+        """Wait until no other pass is computing, so that probes and answers have to wait for one pass, not for all."""
         async with self._computing:
             await asyncio.sleep(0)
 
@@ -145,7 +145,7 @@ class Worker:
         elif outcome is PassOutcome.ACTED:
             self._acts[key] = self._acts.get(key, 0) + 1
             if self._acts[key] <= MOST_ACTS_IN_A_ROW:
-                # Events of our own writes are known already and wake no pass, so the next pass is queued here.
+                # Events about our own writes bring nothing new and so trigger no pass; the next pass is queued here instead.
                 self.queue.requeue_now(key)
             else:
                 delay = self.queue.retry(key)

@@ -1,7 +1,7 @@
-"""Explains why Kueue holds a Job back, with the messages of the Workload that Kueue keeps for each Job.
+"""Explains why Kueue holds back a Job, with the messages of the Workload that Kueue keeps for each Job.
 
-Workloads are not watched: without Kueue there is no such resource, and with Kueue a Job's own `suspend` shows when something
-changes. So the Workload of a suspended Job is read, by the UID of the Job, in each pass and every minute.
+Workloads are not watched: without Kueue there is no such resource, and with Kueue a change of the Job's own `suspend` triggers a
+pass. So the Workload of a suspended Job is looked up by the UID of the Job, in each pass and every minute.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from finetune_operator.client.raw_objects import Fields
 from finetune_operator.decide.seen.children_seen import BatchJobView
 
 WORKLOADS = tuple(Kind("kueue.x-k8s.io", version, "workloads", "Workload") for version in ("v1beta2", "v1beta1"))
-"""Kinds of Workloads, newest version first: a release of Kueue serves one of them or both."""
+"""Versions of the Workload kind, newest first: a release of Kueue serves one of them or both."""
 LOCAL_QUEUES = tuple(replace(kind, plural="localqueues", name="LocalQueue") for kind in WORKLOADS)
 CLUSTER_QUEUES = tuple(replace(kind, plural="clusterqueues", name="ClusterQueue", namespaced=False) for kind in WORKLOADS)
 JOB_UID_LABEL = "kueue.x-k8s.io/job-uid"
 LOOK_SECONDS = 60.0
 ABSENT_SECONDS = 300.0
-"""How long Workloads are assumed not to exist, or not to be readable, after a read has failed for that reason."""
+"""How long Workloads are assumed to be missing or unreadable after a read has failed for that reason."""
 LONGEST_MESSAGE = 1024
 _NO_WORKLOADS = (403, 404)
 
@@ -38,7 +38,7 @@ class Workloads:
     async def with_messages(
         self, batch_jobs: tuple[BatchJobView, ...], namespace: str, now: datetime, revisits: list[float]
     ) -> tuple[BatchJobView, ...]:
-        """Return the Jobs with the queue's message on suspended ones. Adds the seconds until the next reads to `revisits`."""
+        """Return the Jobs, suspended ones with the queue's message. Adds the seconds until the next reads to `revisits`."""
         jobs = []
         for job in batch_jobs:
             if not job.suspended or job.deleting or job.has("Complete", "Failed"):
@@ -58,7 +58,7 @@ class Workloads:
                 items = await self._api.list(kind, namespace, label_selector=f"{JOB_UID_LABEL}={uid}")
             except ApiError as error:
                 if error.code not in _NO_WORKLOADS:
-                    # For example, a conversion webhook of Kueue is down. The pass over the job continues nevertheless.
+                    # For example, a conversion webhook of Kueue may be down. The pass over the job continues nevertheless.
                     return None
                 self._kind = None
                 continue
@@ -69,7 +69,7 @@ class Workloads:
 
 
 def reason_of(workload: Document) -> str:
-    """Explain why this Workload does not run: what evicted it, and what it waits for now."""
+    """Explain why this Workload is not running: what evicted it, and what it is waiting for now."""
     fields = Fields(workload)
     status = fields.at("status")
     conditions = {item.text("type", 64): item for item in status.items("conditions")}
@@ -98,7 +98,7 @@ def _condition_text(kind: str, condition: Fields) -> str:
 
 
 async def num_waiting(api: Api, namespace: str, queue: str) -> int | None:
-    """Count the Workloads of all namespaces that wait in the ClusterQueue of a LocalQueue; None if the queues do not exist or
+    """Count the Workloads of all namespaces that wait in the ClusterQueue behind a LocalQueue; None if the queues do not exist or
     cannot be read. Raises ApiUnreachableError.
     """
     try:
@@ -108,12 +108,12 @@ async def num_waiting(api: Api, namespace: str, queue: str) -> int | None:
     except ApiError:
         return None
     status = Fields(document).at("status")
-    # A queue without conditions has not been seen by its controller yet, so its number means nothing.
+    # The controller has not processed a queue without conditions yet, so its count is meaningless.
     return status.integer("pendingWorkloads") if status.has("conditions") else None
 
 
 async def _first(api: Api, kinds: tuple[Kind, ...], namespace: str | None, name: str) -> Document | None:
-    """Read the object in the newest version that the server has; None if there is none."""
+    """Read the object in the newest version that the server serves; None if it does not exist."""
     for kind in kinds:
         document = await api.get(kind, namespace, name)
         if document is not None:

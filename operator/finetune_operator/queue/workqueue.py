@@ -1,13 +1,13 @@
-"""A queue of keys: however often a key is added, it waits in the queue only once, and two workers never have it at the same time.
+"""A queue of keys: no matter how often a key is added, it is queued only once, and two workers never have it at the same time.
 
-Each key has a moment by which it should be taken: the time of its addition plus the patience of its urgency. The key with the
-earliest moment comes first. So urgent keys overtake patient ones, yet no key waits forever: after the longest patience, no newly
-added key overtakes it any more. A key that continues after a pass keeps the time of its first addition, so that work is finished
-before later work is begun.
+Each key has a time by which it should be taken: when it was added, plus the patience of its urgency. The key with the earliest
+such time comes first. So urgent keys overtake patient ones, yet no key waits forever: after the longest patience, no newly added
+key can overtake it any more. A key that continues after a pass keeps the time when it was first added, so that begun work is
+finished before later work starts.
 
-A key that is added while a worker has it returns to the queue when that worker is done. Of several delayed additions, the
-earliest time counts. Everything runs on one event loop; only `get` waits. Keys are kept in dictionaries that `get` searches: with
-a thousand jobs, for which this is designed, a search takes a fraction of the milliseconds of a pass.
+A key that is added while a worker has it returns to the queue when that worker is done. If a key is added several times with
+delays, the earliest time counts. Everything runs on one event loop; only `get` waits. Keys are kept in dictionaries that `get`
+searches: with a thousand jobs, the design target, a search takes a fraction of the time of a pass.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class QueueClosedError(Exception):
 
 
 class Urgency(Enum):
-    """Why a key is added; the value is the patience of the key in seconds."""
+    """Why a key is added; the value is the key's patience in seconds."""
 
     NEW = 0.0
-    """The user has had no response about this job yet."""
+    """The user has not had any response about this job yet."""
     BEGUN = 2.0
     """The last pass over the key did something; the next pass continues it."""
     CHANGED = 4.0
@@ -46,7 +46,7 @@ class _Entry:
     """When the key was added; for a key that continues after a pass, when it was first added."""
     patience: float
     queued: float
-    """The first time at which the key could have been taken, from which the wait in the queue is measured."""
+    """When the key could first have been taken; the wait in the queue is measured from then."""
 
     @property
     def moment(self) -> float:
@@ -54,10 +54,10 @@ class _Entry:
 
 
 class WorkQueue(Generic[K]):
-    """A queue of keys without duplicates, with delays. `clock` returns monotonic seconds; the event loop's clock unless a test
-    sets it.
+    """A queue of keys without duplicates, with delays. `clock` returns monotonic seconds; by default it is the event loop's
+    clock.
 
-    `waited` is called for every key that is taken, with the seconds that the key waited after its time had come.
+    `waited` is called for every key that is taken, with the number of seconds that the key waited after it was due.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class WorkQueue(Generic[K]):
         self._again: dict[K, _Entry] = {}
         """Keys that were added while a worker had them."""
         self._delayed: dict[K, tuple[float, float]] = {}
-        """Delayed key -> when it is due, and its patience: a key that has waited long may wait a little longer."""
+        """Delayed key -> when it is due, and its patience once due: a key that has waited long can wait a little longer."""
         self._resting: dict[K, float] = {}
-        """Key -> the time before which it is not taken, even if it is added again."""
+        """Key -> the time before which it cannot be taken, even if it is added again."""
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
         self._first_in_line = asyncio.Lock()
-        """Lets only one waiting worker look at the queue: waking all workers for each key would cost more than most passes."""
+        """Lets only one waiting worker watch the queue: waking all of them for each key would cost more than most passes."""
         self._closed = False
 
     def __len__(self) -> int:
@@ -101,17 +101,17 @@ class WorkQueue(Generic[K]):
         return len(self._taken)
 
     def add(self, key: K, urgency: Urgency = Urgency.CHANGED) -> None:
-        """Queue the key now. If it was to be added after a delay, that addition is dropped."""
+        """Queue the key now, instead of after a delay if it is already delayed."""
         now = self._clock()
         self._add(key, _Entry(now, urgency.value, now))
 
     def requeue_now(self, key: K) -> None:
-        """Queue again a key that the caller has taken. It keeps the time of its first addition, so begun work is finished."""
+        """Requeue a key that the caller has taken. It keeps the time when it was first added, so that begun work is finished."""
         taken, now = self._taken.get(key), self._clock()
         self._add(key, _Entry(now if taken is None else taken.since, Urgency.BEGUN.value, now))
 
     def add_after(self, key: K, seconds: float) -> None:
-        """Queue the key after a delay, unless it is already due earlier."""
+        """Queue the key after a delay, unless it is already due before that."""
         now = self._clock()
         if seconds <= 0:
             self._add(key, _Entry(now, 0.0, now))
@@ -125,7 +125,7 @@ class WorkQueue(Generic[K]):
             self._resting[key] = max(until, self._resting.get(key, until))
 
     def retry(self, key: K, at_least: float = 0.0) -> float:
-        """Queue the key after a delay that doubles with every failure since `forget`. Returns the delay in seconds."""
+        """Queue the key after a delay that doubles with every failure since the last `forget`. Returns the delay in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         delay = max(min(self._retry_first * 2.0 ** min(failures, 32), self._retry_longest), at_least)
@@ -133,7 +133,7 @@ class WorkQueue(Generic[K]):
         return delay
 
     def forget(self, key: K) -> None:
-        """Record that the key's pass succeeded: after its next failure, the delay is the shortest again."""
+        """Record that the key's pass succeeded, which resets the delay of `retry`."""
         self._failures.pop(key, None)
 
     async def get(self) -> K:
@@ -156,7 +156,7 @@ class WorkQueue(Generic[K]):
                     continue
 
     def done(self, key: K) -> None:
-        """Return a key that the worker has finished."""
+        """Give back a key that the worker has finished with."""
         self._taken.pop(key, None)
         entry = self._again.pop(key, None)
         if entry is not None:
@@ -188,7 +188,7 @@ class WorkQueue(Generic[K]):
             self._changed.set()
 
     def _delay(self, key: K, due: float, patience: float) -> None:
-        """Queue the key at the time `due`, or earlier if it is already due earlier."""
+        """Queue the key at the time `due`, unless it is already due before that."""
         due = max(due, self._resting.get(key, due))
         known_due, known_patience = self._delayed.get(key, (math.inf, math.inf))
         if due < known_due:

@@ -1,4 +1,4 @@
-"""Tasks that run alongside the workers. They survive failures: the server will answer again, and a defect ends only one round."""
+"""Tasks that run alongside the workers. They survive failures: the server will answer again, and a bug ends only one round."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def keep_trying(
     failed: Callable[[str], None],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> None:
-    """Do the work. Each time that it fails, call `failed` with the name, and begin again after a pause."""
+    """Do the work. Whenever it fails, call `failed` with the task's name, and start over after a pause."""
     while True:
         try:
             await work()
@@ -37,19 +37,19 @@ async def keep_trying(
 
 @dataclass(frozen=True)
 class Relisting:
-    """Compares the cache with the API server now and then, and queues every job once between two comparisons."""
+    """Compares the cache with the API server from time to time, and queues every job once between two comparisons."""
 
     compare: Callable[[], Awaitable[Iterable[JobKey]]]
-    """Compares once, and returns the jobs that a difference concerns."""
+    """Compares once, and returns the jobs that are affected by differences."""
     job_keys: Callable[[], list[JobKey]]
     queue: WorkQueue[JobKey]
     first: float
     """Seconds until the first comparison, for objects that vanished between the start-up list and the first watch."""
     period: float
     restarted: asyncio.Event
-    """Set when the watches were started again. The cache is then compared at once, and once more soon after."""
+    """Set when the watches were restarted. The cache is then compared at once, and once more soon after."""
     failed: Callable[[str], None]
-    """Called with "relist" when a comparison failed."""
+    """Called with "relist" when a comparison fails."""
 
     async def run(self) -> None:
         """Compare until cancelled."""
@@ -69,7 +69,7 @@ class Relisting:
             except Exception:  # noqa: BLE001 - the next comparison finds the same differences
                 _log.exception("relist failed unexpectedly")
                 self.failed("relist")
-            # The jobs are spread over the pause: each is looked at once in a while, even if all events about it were lost.
+            # Spread the jobs over the pause, so that each has a pass once in a while even if all events about it were lost.
             keys = self.job_keys()
             for place, key in enumerate(keys):
                 self.queue.add_after(key, pause * (place + 1) / (len(keys) + 1))

@@ -1,7 +1,7 @@
 """Writes into the status of each FineTuneProfile whether jobs can use it.
 
-Each generation of a profile is judged only once in the life of this process, so that two releases that judge differently do not
-overwrite each other's status forever.
+Each generation of a profile is judged only once in the lifetime of this process, so that two releases that judge differently do
+not overwrite each other's status forever.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class ProfileStatus:
         self._now = now
         self._reader = Reader()
         self._judged: dict[str, int] = {}
-        """UID of a profile -> the generation that was judged."""
+        """UID of a profile -> the latest generation that was judged."""
         self.changed = asyncio.Event()
-        """Set by the caller when a profile was created or has changed."""
+        """Set by the caller when a profile was created or changed."""
 
     async def run(self) -> None:
         """Judge profiles until cancelled. Raises ApiUnreachableError; the next call continues with the remaining profiles."""
@@ -63,13 +63,13 @@ class ProfileStatus:
             self._reader.profile(cached), written.conditions, generation=generation, now=timestamp(self._now())
         )
         if status != written:
-            # The UID is a precondition: the name may belong to another object by now.
+            # The UID is a precondition, because the name may belong to another object by now.
             patch = {"metadata": {"uid": cached.key.uid}, "status": status.model_dump(mode="json", by_alias=True)}
             try:
                 await self._api.patch(PROFILES, "", cached.key.name, patch, subresource="status")
             except ApiError as error:
                 if error.is_conflict:
                     return
-                # If the permission is missing, or the definition has no status, the status of jobs still shows what is wrong.
+                # If permission is missing, or the CRD has no status subresource, the status of jobs still shows what is wrong.
                 _log.warning("profile status not written", profile=cached.key.name, error=str(error))
         self._judged[cached.key.uid] = generation

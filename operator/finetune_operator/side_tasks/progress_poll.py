@@ -18,12 +18,12 @@ from finetune_operator.passes.gather import Gatherer
 
 CONCURRENT_POLLS = 32
 ANSWER_SECONDS = 2.0
-"""Longest wait for an answer. A busy rank answers within milliseconds; without an answer it is asked in the next round."""
+"""Maximum wait for an answer. Even a busy rank answers within milliseconds; one that does not is asked again next round."""
 LARGEST_ANSWER_BYTES = 65_536
 
 
 class ProgressPoll:
-    """Asks every training job once per round; the pause between rounds grows with the number of jobs."""
+    """Asks every job in training once per round. The pause between rounds grows with the number of jobs."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class ProgressPoll:
         self._longest = longest
         self._writes_per_second = writes_per_second
         self._reported: dict[str, Progress] = {}
-        """UID of a job -> the progress that was last passed on."""
+        """UID of a job -> the progress that was passed on last."""
 
     async def run(self) -> None:
         """Poll until cancelled."""
@@ -71,8 +71,8 @@ class ProgressPoll:
     def _rank_zero(self, cached: CachedObject) -> PodView | None:
         """Return the pod of rank 0 of the current training attempt, if it is running.
 
-        There may be several: a Job adopts every pod that matches its selector, even pods that others created, and deletes surplus
-        pods of an index later. A pod that is being deleted is chosen only if there is no other.
+        There may be several such pods: a Job adopts every pod that matches its selector, even if somebody else created it, and
+        only later deletes surplus pods of an index. A pod that is being deleted is chosen only if there is no other.
         """
         number = cached.summary.attempt if cached.summary is not None else -1
         pods = [item.pod for item in self._cache.pods_of(cached.key.uid) if item.pod is not None]
@@ -88,7 +88,7 @@ class ProgressPoll:
                     return
                 progress = Progress.model_validate_json(await read_at_most(response.content, LARGEST_ANSWER_BYTES))
         except (aiohttp.ClientError, TimeoutError, ValueError):
-            # Normal while the pod starts, ends or restarts; the deadlines handle a run that hangs.
+            # This is normal while the pod starts, ends or restarts; a run that hangs is handled by the deadlines.
             return
         uid = cached.key.uid
         if cached.summary is None or progress.attempt != cached.summary.attempt or self._reported.get(uid) == progress:

@@ -1,8 +1,8 @@
-"""Conditions by which the API server itself refuses an object: CEL in the schema, with the ids of the rule book.
+"""Conditions by which the API server itself rejects an object: CEL rules in the schema, with ids from the rule book.
 
-A condition is true for each object that its rule accepts; the rule may refuse more, because it sees the whole plan and the
-profile. Both read numbers with a fraction as doubles, and take their bounds from the ranges of the rules. Conditions must be
-cheap: the API server computes their cost for the longest lists and strings that the schema allows.
+A condition is true for every object that its rule accepts; the rule may refuse more, because it sees the whole plan and the
+profile. Rules and conditions both parse fractional numbers as doubles and have the same bounds. Conditions must be cheap: the API
+server estimates their cost for the longest lists and strings that the schema allows.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ CONDITIONS: tuple[CelCondition, ...] = (*INPUT_CONDITIONS, *METHOD_CONDITIONS, *
 
 
 def conditions_of(rule: Rule) -> tuple[CelCondition, ...]:
-    """Return the conditions by which the API server refuses some of what the rule refuses."""
+    """Return the conditions by which the API server rejects at least some of what the rule refuses."""
     return tuple(condition for condition in CONDITIONS if condition.rule == rule.id)

@@ -1,4 +1,4 @@
-"""Conditions that the API server checks on an object, and transitions, which compare the object with its earlier state."""
+"""Conditions that the API server checks on an object, and transitions, which also compare it with its earlier state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class CelCondition:
     """A condition that a part of the spec has to meet."""
 
     rule: str
-    """Id of the rule in the rule book; `INVALID_FIELD` if the models' own validators refuse the same."""
+    """Id of the rule in the rule book; `INVALID_FIELD` if the pydantic validators refuse the same objects."""
     at: str
-    """Path under spec that is `self` in the condition; empty for the spec itself. `[]` means each item of a list."""
+    """Path under `spec` of what `self` means in the condition; empty for the spec itself. `[]` stands for each item of a list."""
     holds: str
     """The condition in CEL, true if the object is accepted."""
     says: str
     field: str = ""
-    """Path under `at` of the field that is reported; empty for `at` itself."""
+    """Path, relative to `at`, of the field to report; empty for `at` itself."""
 
     @property
     def message(self) -> str:
-        """The message with which the API server refuses the object."""
+        """The message with which the API server rejects the object."""
         return f"{self.rule}: {self.says}"
 
 
@@ -38,7 +38,7 @@ def cel_methods(*families: Family) -> str:
 
 
 def range_conditions(topic: str) -> Iterator[CelCondition]:
-    """Yield a condition for each field of those ranges of a topic that refuse values."""
+    """Yield a condition for each field of a topic's ranges, except ranges that only warn."""
     for rule in RULES:
         if rule.topic == topic and rule.range is not None and rule.severity == "error":
             for path in rule.paths:
@@ -49,7 +49,7 @@ def range_conditions(topic: str) -> Iterator[CelCondition]:
 
 @dataclass(frozen=True)
 class Transition:
-    """A condition on an object and its earlier state, which only the API server knows."""
+    """A condition that compares an object with its earlier state, which only the API server knows."""
 
     rule: str
     title: str

@@ -1,4 +1,4 @@
-"""Conditions on the inputs and results of a job: model, data, evaluation, merge, output, workspace, and every path."""
+"""Conditions on the inputs and results of a job: model, data, evaluation, merge, output, workspace, and all paths."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from finetune_job.rules.cel.condition import CelCondition, cel_list, range_condi
 from finetune_job.rules.data import WEIGHTS
 
 _DATA = ("data.datasets[]", "data.validation")
-"""Paths with a source of records, besides `data` itself, whose source counts only if there are no datasets."""
+"""Paths that contain a source of records, apart from `data` itself, whose source is used only if there are no datasets."""
 _ONLY_SOURCE = "has(self.datasets) || !has(self.source) || "
 
 _WHOLE_MODEL = "^hf://[^/]+/[^/]+/*$"
-"""Pattern of a whole model, for a source whose own pattern has been checked, so it is not a data set with a one-word name."""
+"""Pattern of a whole model repository. The source's own pattern is checked elsewhere and excludes one-word data set names."""
 _HAS_HELD_OUT = "has(self.data.validation)"
 _PATHS = ("model.source", "data.source", "data.datasets[].source", "data.validation.source", "output.destination")
 

@@ -19,11 +19,11 @@ _MAY_SEPARATE_ADAPTERS = (
     f"(has({_WRAP_POLICY}) && {_WRAP_POLICY} == '{AutoWrapPolicy.SIZE_BASED_WRAP}') "
     f"|| (has({_CLASSES}) && {_CLASSES}.exists(one, one in {cel_list(list(LEAF_CLASSES))}))"
 )
-"""`sharding.may_separate_adapters` as CEL over the manifest; it also accepts class names that another wrap policy ignores."""
+"""`sharding.may_separate_adapters` as CEL. Unlike that function, it accepts class names even if the wrap policy ignores them."""
 
 
 def _lora(rule: str, name: str, holds: str, says: str) -> CelCondition:
-    """Return a condition on a setting of `method.lora` for the methods that have it."""
+    """Return a condition on a setting of `method.lora`, for methods that use this part of the manifest."""
     field = f"self.lora.{name}"
     guard = f"!has(self.lora) || !(self.type in {cel_methods(Family.LORA)}) || !has({field})"
     return CelCondition(rule, "method", f"{guard} || {holds.replace('SETTING', field)}", says, f"lora.{name}")

@@ -1,7 +1,7 @@
-r"""Rules on regular expressions on module names. Nothing here compiles them.
+r"""Rules on regular expressions for module names. They are never compiled here.
 
 32 kB of `(?i:[\u0080-\uffff]...)` take 23 seconds of CPU to compile, and a page of text can take hours to match. The operator's
-event loop serves all tenants, so rules find only faults that one look at each character shows. Preflight, which runs in the
+event loop serves all tenants, so rules find only the faults that a single scan of the text shows. Preflight, which runs in the
 tenant's own pod with limits, compiles the expressions and reports other faults under the same ids (`expression_problems`).
 """
 
@@ -64,7 +64,7 @@ def adapter_pattern_malformed(context: RuleContext) -> Problem | None:
 
 
 def expressions_of(method: MethodPlan) -> list[str]:
-    """List every regular expression of a plan in the form in which PEFT compiles it."""
+    """List all regular expressions of a method, in the form in which PEFT compiles them."""
     written = _settings_of_plan(method)
     texts = [text for setting in LISTS if isinstance(text := written.values.get(setting), str)]
     patterns = [pattern for setting in PATTERNS if isinstance(pattern := written.values.get(setting), dict)]
@@ -72,7 +72,7 @@ def expressions_of(method: MethodPlan) -> list[str]:
 
 
 def expression_problems(method: MethodPlan, is_malformed: Malformed) -> dict[str, Problem]:
-    """Return the problems by the id of their rule. is_malformed: may find more faults than a look at the characters."""
+    """Return problems by rule id. is_malformed: checks an expression; preflight passes a stricter check than the rules."""
     written = _settings_of_plan(method)
     problems = {
         "module-expression-malformed": _malformed_text(written, is_malformed),

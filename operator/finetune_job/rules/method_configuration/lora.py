@@ -1,4 +1,4 @@
-"""Rules on settings that only LoRA and its variants have, such as scale and initial values, and on unusual dropout."""
+"""Rules on settings that only LoRA and its variants have, such as scaling and initialisation, and on unusual dropout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ REFUSED_INITS = {
     LoraInit.LOFTQ: "it quantises the base itself and replaces its weights, so the adapter belongs to a different base model",
     LoraInit.EVA: "it needs activations of the training data before the first step, which this trainer does not compute",
 }
-"""Unsupported ways to initialise an adapter -> the reasons."""
+"""Unsupported way to initialise an adapter -> the reason."""
 
 
 @rule("orthogonal-odd-rank")
 def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
-    """Refuse an odd rank if an adapter certainly has it; preflight knows the modules that patterns and all-linear match."""
+    """Refuse an odd rank that some adapter is certain to have. Preflight checks what patterns and all-linear match."""
     lora = context.lora
     ranks = lora.rank_pattern or {}
     used = {target: _rank_for(target, lora) for target in _adapted_names(lora)} if ranks else {"": lora.r}
@@ -37,15 +37,15 @@ def orthogonal_odd_rank(context: RuleContext) -> Problem | None:
 
 
 def _adapted_names(lora: LoraSpec) -> list[str]:
-    """Return the names of modules that certainly get adapters; none if they depend on the model."""
+    """Return the module names that are certain to get adapters; none if that depends on the model."""
     left_out = {*(lora.exclude_modules or ()), *(lora.modules_to_save or ()), ALL_LINEAR}
     return [name for name in lora.target_modules or () if name.isidentifier() and name not in left_out]
 
 
 def _rank_for(target: str, lora: LoraSpec) -> int | None:
-    """Return the rank of every module whose name ends in `target`; None if it depends on the rest of the name.
+    """Return the rank of modules whose name ends in `target`; None if it depends on the rest of the name.
 
-    PEFT takes the first key that matches the end of a module's name (peft/utils/other.py, get_pattern_key).
+    PEFT uses the first key that matches the end of a module's name (peft/utils/other.py, get_pattern_key).
     """
     for key, rank in (lora.rank_pattern or {}).items():
         if key == target:

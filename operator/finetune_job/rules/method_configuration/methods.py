@@ -1,4 +1,4 @@
-"""Rules on methods: which are supported, and where their settings belong."""
+"""Rules on which methods are supported, and where their settings belong."""
 
 from __future__ import annotations
 

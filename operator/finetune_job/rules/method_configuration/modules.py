@@ -1,4 +1,4 @@
-"""Rules on the names of modules in adapter settings, which are read in the same way for every method."""
+"""Rules on module names in adapter settings, which every method interprets in the same way."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from finetune_job.rules.rule import Problem, RuleContext, rule
 LORA = "method.lora"
 SETTINGS = "method.settings"
 LISTS = ("targetModules", "excludeModules", "modulesToSave", "feedforwardModules")
-"""Settings with lists of module names. Methods outside LoRA's family also take a string, a regular expression on whole names."""
+"""Settings with lists of module names. Methods outside LoRA's family also accept a string: a regular expression on full names."""
 
 
 @dataclass(frozen=True)
 class ManifestSettings:
-    """The adapter settings of any method, as written."""
+    """The adapter settings of any method, as written in the manifest."""
 
     place: str
     """Path of the settings: `method.lora` or `method.settings`."""
@@ -35,7 +35,7 @@ class ManifestSettings:
         return f"{self.place}.{setting}"
 
     def field(self, setting: str) -> str:
-        """Return the field for a finding: `method.settings` as a whole, because the schema does not know its parts."""
+        """Return the field to report: `method.settings` as a whole, because the schema does not know the settings within it."""
         return self.path(setting) if self.place == LORA else SETTINGS
 
 
@@ -145,5 +145,5 @@ def layers_without_targets(context: RuleContext) -> Problem | None:
 
 
 def _without_pattern(written: ManifestSettings) -> dict[str, Any]:
-    """Return a change that removes layersPattern, which has no effect without layersToTransform."""
+    """Return the change that removes `layersPattern`, which has no effect without `layersToTransform`."""
     return {written.path("layersPattern"): None} if written.values.get("layersPattern") else {}

@@ -1,6 +1,6 @@
-"""Limits on the values of the settings of PEFT's methods, beyond names and types.
+"""Limits on the values of method settings, beyond their names and types.
 
-Each row was measured with PEFT 0.21.2 on a small Llama (tests/pitfalls/test_method_settings.py runs them all): for other values
+Each limit was tested with PEFT 0.21.2 on a small Llama (tests/pitfalls/test_method_settings.py runs all tests): with other values
 PEFT raises an error once the model is loaded, or silently trains nothing.
 """
 
@@ -22,14 +22,14 @@ class SettingLimit:
     wanted: str
     """The accepted values, worded to follow "write"."""
     otherwise: str
-    """PEFT's reaction to other values."""
+    """The effect of other values in PEFT."""
     methods: tuple[MethodType, ...] = ()
-    """Methods with this limit; empty: every method that has the setting."""
+    """Methods with this limit; if empty, it applies to every method that has the setting."""
     examples: tuple[Any, ...] = ()
-    """Examples of values that are refused."""
+    """Examples of refused values."""
 
     def applies_to(self, method: MethodType, setting: str) -> bool:
-        """Whether this is a limit of that method's setting."""
+        """Whether this limit applies to the setting of that method."""
         return setting in self.settings and (not self.methods or method in self.methods)
 
 
@@ -62,7 +62,7 @@ _NOTHING_LEARNT = "no error: the adapter changes nothing and gets no gradient"
 _RAISES = "PEFT refuses it once the model is loaded"
 DROPOUTS = ("rankDropout", "moduleDropout", "veraDropout", "boftDropout", "missDropout")
 _ANY_BIAS = (_M.VERA, _M.BOFT, _M.HRA, _M.MISS)
-"""Methods whose bias PEFT declares as any string, and which accept `lora_only` besides their own word."""
+"""Methods whose `bias` PEFT declares as an arbitrary string; besides their own `..._only` value they accept `lora_only`."""
 
 
 def _bias_limit(kind: MethodType) -> SettingLimit:

@@ -19,7 +19,7 @@ _M = MethodType
 
 
 def _settings(context: RuleContext) -> dict[str, Any]:
-    """Return the effective settings; none if a name or a type is wrong, because other rules report that."""
+    """Return the effective settings; none if a name or type is wrong, which other rules report."""
     method = context.spec.method
     entry = METHODS[method.type]
     if entry.family is not Family.OTHER or entry.refused or context.wrong_settings:
@@ -68,7 +68,7 @@ _WHOLE_NUMBER = re.compile("-?[0-9]{1,18}")
 
 
 def _as_meant(value: Any, types: tuple[str, ...]) -> Any:
-    """Return the value that was most likely meant, or None."""
+    """Return the value of the right type that was most likely meant; None if there is none."""
     if isinstance(value, str):
         if "int" in types and _WHOLE_NUMBER.fullmatch(value):
             return int(value)
@@ -104,14 +104,14 @@ def method_setting_range(context: RuleContext) -> Problem | None:
 
 
 def _within(name: str, value: Any) -> Any:
-    """Return the value that was most likely meant; None if it is the default."""
+    """Return the value within the limit that was most likely meant; None for the default."""
     if name == _TOKENS:
         return _tokens(value)
     return [value] if name == _SAVED and value else None
 
 
 def _tokens(written: list[int]) -> list[int]:
-    """Return the tokens that can be trained, each once; if none is left, an example that the user has to replace."""
+    """Return the valid token ids without duplicates; if there are none, an example that the user has to replace."""
     return sorted({token for token in written if token >= 0}) or [0]
 
 
@@ -155,7 +155,7 @@ def method_setting_on_one_rank_only(context: RuleContext) -> Problem | None:
 
 
 _IGNORED: dict[MethodType, tuple[str, str]] = {_M.OFT: ("moduleDropout", "PEFT makes the dropout and never calls it")}
-"""Settings that PEFT accepts and ignores, and the reasons."""
+"""Method -> setting that PEFT accepts but ignores, and the reason."""
 
 
 @rule("no-effect-method-setting")

@@ -1,4 +1,4 @@
-"""Rules on the reach of a run: settings that are each in range, but together change no weight, or overwrite every weight."""
+"""Rules on how far a run can move weights: settings that are each in range, but together change nothing or destroy the model."""
 
 from __future__ import annotations
 
@@ -21,38 +21,38 @@ _SETTINGS = "method.settings"
 _SETTINGS_ALPHA = f"{_SETTINGS}.alpha"
 
 _LEAST_REACH = 1e-10
-"""Smallest useful reach: at a weight of 0.02, neighbouring float32 numbers differ by 1.9e-9, bfloat16 numbers by 65536 times
-that; an adapter's other factor reduces the change."""
+"""Smallest useful reach, the total change of a weight in a run. Near 0.02, adjacent float32 numbers are 1.9e-9 apart, bfloat16
+numbers 65536 times that; an adapter's other factor reduces the change further."""
 _LONGEST_RUN = 100_000
 """Assumed number of steps of a run whose length depends on the data."""
 _LARGEST_STEP = 1.0
-"""Largest useful step: fifty times a usual weight. With 4,096 channels an adapter's other factor reduces it to a hundredth."""
+"""Largest useful step: fifty times a typical weight. With 4,096 channels, an adapter's other factor divides it by a hundred."""
 _FULL_STEP = 10.0
-"""Factor by which a step on the weights themselves counts more than a step on a factor of an adapter."""
+"""Weight of a step on the model's own weights relative to a step on a factor of an adapter."""
 
 
 @dataclass(frozen=True)
 class _Rates:
-    """The usual learning rates of a kind of run."""
+    """The usual learning rates for one kind of run."""
 
     least: float
     proposed: str
     words: str
     slip_above: float
-    """Rate above which the setting is a mistake, or training diverges."""
+    """Rate above which the setting is most likely a mistake, or training diverges."""
 
     @property
     def slip_below(self) -> float:
-        """Rate below which no run of usual length learns, because a step is about as long as the rate."""
+        """Rate below which no run of usual length learns anything, because each step is about as large as the rate."""
         return self.least / 1000
 
 
 _FULL_RATES = _Rates(1e-6, USUAL_LEARNING_RATES[True], '"1e-6" to "1e-4" for Full', 1e-3)
 _ADAPTER_RATES = _Rates(1e-5, USUAL_LEARNING_RATES[False], '"1e-5" to "1e-3" for adapters', 1e-2)
 _SGD_RATES = _Rates(0.01, USUAL_SGD_LEARNING_RATE, f'"{USUAL_SGD_LEARNING_RATE}" to "1" for SGD', 100.0)
-"""Rates of SGD, whose step is as long as the clipped gradient times the rate; all values of an adapter are about as long."""
+"""Rates for SGD. Its step is the clipped gradient times the rate; the norm of all values of an adapter is of similar size."""
 _LARGEST_GRADIENT = 1e4
-"""Assumed norm of a gradient that is not clipped."""
+"""Assumed gradient norm if gradients are not clipped."""
 
 
 @rule("training-moves-nothing")
@@ -69,7 +69,7 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
         if value is not None and not (field == _EPSILON and training.optimizer is OptimizerName.SGD)
     }
     usual = {"learning_rate": (_RATE, 2e-5), "max_grad_norm": (_NORM, 1.0), "adam_epsilon": (_EPSILON, 1e-8)}
-    # Choose the setting whose usual value lets the weights change most.
+    # Blame the setting whose replacement by its usual value increases the reach most.
     fields = {field: _reach(plan, training.model_copy(update={name: value})) for name, (field, value) in usual.items()}
     field = max(written, key=fields.__getitem__, default=_RATE)
     changes = dict.fromkeys([field] if fields[field] >= _LEAST_REACH else written)
@@ -85,7 +85,7 @@ def training_moves_nothing(context: RuleContext) -> Problem | None:
 
 
 def _known_reach(plan: RunPlan) -> float | None:
-    """Return the reach; None for a rate of 0, which has its own rule, and for moments out of range, which have no bound."""
+    """Return the reach; None for a rate of 0, which has its own rule, and for moments out of range, where nothing bounds it."""
     training = plan.training
     if training.learning_rate == 0 or training.momentum >= 1 or max(training.adam_betas) >= 1 or training.adam_epsilon == 0:
         return None
@@ -100,7 +100,7 @@ def _rates(plan: RunPlan) -> _Rates:
 
 
 def _reach(plan: RunPlan, training: TrainingPlan) -> float:
-    """Return an upper bound (not an estimate) of a weight's change in a run. An adapter's values are multiplied by alpha."""
+    """Return an upper bound (not an estimate) on the change of a weight in a run, where alpha scales an adapter's values."""
     lora, is_full = plan.method.lora, plan.method.type is MethodType.FULL
     factor = (
         1.0 if lora is None else max(lora.lora_alpha, *lora.alpha_pattern.values(), 1) * max(lora.lora_plus_ratio or 1.0, 1.0)
@@ -110,16 +110,16 @@ def _reach(plan: RunPlan, training: TrainingPlan) -> float:
 
 
 def _largest_step(training: TrainingPlan) -> float:
-    """Return the largest step as a multiple of the learning rate, without weight decay."""
+    """Return the largest possible step as a multiple of the learning rate, without weight decay."""
     gradient = training.max_grad_norm or _LARGEST_GRADIENT
     beta1, beta2 = training.adam_betas
-    # The bound of Kingma and Ba for a gradient that was zero at all steps but this one.
+    # Kingma and Ba's bound for a gradient that was zero at all steps except this one.
     normalised = min(max(1.0, (1 - beta1) / math.sqrt(1 - beta2)), gradient / training.adam_epsilon)
     match training.optimizer:
         case OptimizerName.ADAMW:
             return normalised
         case OptimizerName.RADAM:
-            # The first steps of RAdam are those of plain momentum.
+            # The first steps of RAdam are plain momentum steps.
             return max(normalised, gradient)
         case OptimizerName.SGD:
             return gradient / (1 - training.momentum)
@@ -148,7 +148,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
         _RATIO: _with_lora(plan, lora_plus_ratio=None),
         _SETTINGS_ALPHA: _without_alpha(plan),
     }
-    # The one setting that is at fault by itself, otherwise all settings that are written.
+    # Blame the one setting that alone causes the problem, or else all settings in the manifest.
     alone = next((field for field, other in usual.items() if written[field] is not None and _step(other) < _LARGEST_STEP), None)
     removed = [alone] if alone else [field for field, value in written.items() if value is not None] or [_RATE]
     return Problem(
@@ -163,7 +163,7 @@ def steps_too_large(context: RuleContext) -> Problem | None:
 
 
 def _factors(method: MethodPlan) -> str:
-    """Name the factors of a step's length in words."""
+    """Describe in words the factors that determine the size of a step."""
     if method.lora is not None:
         return "learning rate x loraPlusRatio x the adapter's scaling"
     return "the learning rate" if method.adapter is None else "learning rate x the adapter's scaling"
@@ -174,7 +174,7 @@ def _overwrites(plan: RunPlan) -> bool:
 
 
 def _step(plan: RunPlan) -> float:
-    """Estimate the order of magnitude of a weight's change in one step of an Adam-like optimizer."""
+    """Estimate the order of magnitude by which one step of an Adam-like optimizer changes a weight."""
     rate, lora = plan.training.learning_rate, plan.method.lora
     if lora is None:
         # Unlike in LoRA, no second matrix makes the step smaller.
@@ -184,7 +184,7 @@ def _step(plan: RunPlan) -> float:
 
 
 def _largest_scaling(lora: LoraPlan) -> float:
-    """Return the largest scaling of any module: patterns may give modules another alpha, another rank, or both."""
+    """Return the largest scaling of any module: patterns may override alpha, rank, or both."""
     keys = {*lora.alpha_pattern, *lora.rank_pattern}
     of_patterns = ((lora.alpha_pattern.get(key, lora.lora_alpha), lora.rank_pattern.get(key, lora.r)) for key in keys)
     return max(
@@ -193,7 +193,7 @@ def _largest_scaling(lora: LoraPlan) -> float:
 
 
 def _adapter_scaling(method: MethodPlan) -> float:
-    """Return alpha / r for methods that multiply their product by it, such as LoHa and LoKr; 0 for other methods."""
+    """Return alpha / r for methods that scale their product by it, such as LoHa and LoKr; 0 for other methods."""
     settings = effective_settings(method.type, method.adapter.settings) if method.adapter else {}
     alpha, rank = settings.get("alpha"), settings.get("r")
     return alpha / rank if isinstance(alpha, int) and isinstance(rank, int) and rank > 0 else 0.0

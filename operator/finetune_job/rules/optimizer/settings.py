@@ -1,4 +1,4 @@
-"""Rules on the length of the run, the learning rate, and settings of the optimizer: moments and epsilon."""
+"""Rules on the length of the run, the learning rate, and the optimizer's moments and epsilon."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def epochs_or_max_steps(context: RuleContext) -> Problem | None:
 @rule("decay-within-warmup")
 def decay_within_warmup(context: RuleContext) -> Problem | None:
     training = context.plan.training
-    # Compare the numbers as they are written: in floats 0.7 + 0.3 may not be 1.
+    # Add the decimal numbers as written, because a sum of floats may miss 1 by rounding.
     warmup, decay = Decimal(str(training.warmup_ratio)), Decimal(str(training.decay_ratio))
     if training.scheduler is not Scheduler.WARMUP_STABLE_DECAY or warmup + decay <= 1 or warmup >= 1 or decay > 1:
         return None

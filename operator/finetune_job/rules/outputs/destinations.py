@@ -1,4 +1,4 @@
-"""Rules on destinations: a profile must allow them, and they must not overwrite inputs. Also here: free names for a fix."""
+"""Rules on destinations: the profile must allow them, and they must not overwrite inputs. Also finds free names for fixes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from finetune_job.plan.inputs import NamedSource, named_sources
 from finetune_job.rules.rule import Problem, RuleContext, rule
 
 _NAME = "finetune-output"
-"""Example of a directory for a fix, since only the user knows the real name."""
+"""Example directory for use in a fix, since only the user knows the real name."""
 _CLAIM = "results"
-"""Example of a claim for a fix, since only the user knows the real name."""
+"""Example claim for use in a fix, since only the user knows the real name."""
 _DESTINATION = "output.destination"
 _ADAPTER = "output.adapter"
 
 
 def same_service(context: RuleContext, endpoint: Literal["hub_endpoint", "s3_endpoint"]) -> bool:
-    """Whether sources and destinations are in the same service, so equal names mean the same place."""
+    """Whether sources and destinations use the same service, so that equal names mean the same place."""
     profile = context.profile
     return profile is None or getattr(profile.fetch, endpoint) == getattr(profile.publish, endpoint)
 
@@ -59,7 +59,7 @@ def is_within(inner: ClaimPath, outer: ClaimPath) -> bool:
 
 
 def overwrites_input(target: ClaimPath, named: NamedSource) -> bool:
-    """Whether results would change an input: a model by files at the top of its directory, records by files anywhere below."""
+    """Whether results would alter an input: a model by files in its own directory, records also by files in subdirectories."""
     place = parse_source(named.source)
     if not isinstance(place, ClaimPath):
         return False
@@ -67,14 +67,14 @@ def overwrites_input(target: ClaimPath, named: NamedSource) -> bool:
 
 
 def free_directory(context: RuleContext, claim: str = _CLAIM) -> str:
-    """Return a directory that is not part of an input: on this claim, or on another if all of this claim is records."""
+    """Return a directory that is not part of an input: on this claim, or on another if records take up the whole claim."""
     inputs = named_sources(context.spec)
 
     def is_taken(claim: str, name: str) -> bool:
         return any(overwrites_input(ClaimPath(claim=claim, path=name), read) for read in inputs)
 
     def is_all_records(claim: str) -> bool:
-        # No directory in a manifest can be called "*", so this is true only if the root of the claim is an input.
+        # No directory in a manifest can be called "*", so this is true only if the claim's root holds records.
         return is_taken(claim, "*")
 
     claim = claim if not is_all_records(claim) else _first_free(_CLAIM, is_all_records)
@@ -82,7 +82,7 @@ def free_directory(context: RuleContext, claim: str = _CLAIM) -> str:
 
 
 def free_prefix(bucket: str, inputs: list[BucketPath]) -> str:
-    """Return a prefix that overlaps with no input, in another bucket if an input is the whole bucket."""
+    """Return a prefix that does not overlap with any input; in another bucket if an input is the whole bucket."""
     if any(place.bucket == bucket and place.prefix == "" for place in inputs):
         bucket = _first_free(f"{bucket[:40]}-tuned", lambda name: any(place.bucket == name for place in inputs))
     prefixes = [place.prefix for place in inputs if place.bucket == bucket]
@@ -90,7 +90,7 @@ def free_prefix(bucket: str, inputs: list[BucketPath]) -> str:
 
 
 def is_below(inner: str, outer: str) -> bool:
-    """Whether the prefix `inner` equals `outer` or is inside it, compared by segments, not characters."""
+    """Whether the prefix `inner` equals `outer` or is inside it, comparing whole segments rather than characters."""
     first, second = [part for part in inner.split("/") if part], [part for part in outer.split("/") if part]
     return first[: len(second)] == second
 
@@ -150,7 +150,7 @@ def output_replaces_model(context: RuleContext) -> Problem | None:
     target, model = destination_of(context), parse_source(context.spec.model.source)
     if not isinstance(target, HubPath) or not isinstance(model, HubPath) or model.is_dataset:
         return None
-    # The Hub does not distinguish upper from lower case, so neither does this comparison.
+    # The Hub's names are case-insensitive, so this comparison is too.
     written_to = {place.repository.casefold() for place in (target, adapter_destination(context)) if place is not None}
     if model.repository.casefold() not in written_to or not same_service(context, "hub_endpoint"):
         return None

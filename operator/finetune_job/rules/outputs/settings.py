@@ -1,4 +1,4 @@
-"""Rules on the parts of a result that are written, and on the credentials for it."""
+"""Rules on which parts of a result are written, and on the credentials for writing them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKEN = "fetch.hubTokenSecretRef"  # noqa: S105 - a field that names a Secret
 
 @rule("hub-destination-without-token")
 def hub_destination_without_token(context: RuleContext) -> Problem | None:
-    """Refuse a Hub destination without a token on a cluster; on a laptop the library finds the token of the user's login."""
+    """Refuse a Hub destination without a token on a cluster; on a laptop, the library uses the token from the user's login."""
     output, profile = context.spec.output, context.profile
     if profile is None or profile.publish.hub_endpoint is not None:
         return None
@@ -41,7 +41,7 @@ def output_adapter_is_the_result(context: RuleContext) -> Problem | None:
 
 @rule("credentials-without-tls")
 def credentials_without_tls(context: RuleContext) -> Problem | None:
-    """Refuse plain HTTP to the Hub and registries; a request to a bucket is signed and never contains the secret key."""
+    """Refuse plain HTTP to the Hub and registries. Buckets may use it: their requests are signed, without the secret key."""
     spec, profile = context.spec, context.profile
     if profile is None:
         return None

@@ -1,1 +1,1 @@
-"""Failures: their classes from the evidence of pods, and the policy of restarts."""
+"""Failures: how they are classified by the evidence of pods, and the restart policy."""

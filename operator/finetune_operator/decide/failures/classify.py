@@ -1,8 +1,8 @@
 """Derives the failure class and the root rank from the evidence of pods.
 
 When one rank fails, the others fail too: the collectives break, and the Job controller deletes their pods. So each pod is first
-classified by itself, and then the cause is chosen: the earliest failure that is not the echo of another failure. Only if there is
-none, the earliest failed collective, SIGTERM or deletion counts as the cause.
+classified on its own, and then the cause is chosen: the earliest failure that is not just an echo of another failure. If there is
+none, the cause is the earliest failed collective, SIGTERM or deletion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from finetune_operator.decide.seen.children_seen import PodView
 from finetune_operator.decide.seen.times import timestamp
 
 EVIDENCE_LIMIT = 16
-"""Maximum number of pods of one attempt whose failure is kept in status: the cause and the most likely others."""
+"""Maximum number of an attempt's pod failures that status keeps: the cause, and the next most likely ones."""
 _MESSAGE_LIMIT = 1024
 _ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
 _WHOLE_SECOND = timedelta(seconds=1)
@@ -34,15 +34,15 @@ NODE_LOST = {
     "DeletionByPodGC": "its node is gone",
     OVERDUE: "it should have ended but is still there after its grace period, so its node does not answer",
 }
-"""Reason of `DisruptionTarget` that means a lost node -> words for the message."""
+"""Reason of `DisruptionTarget` that indicates a lost node -> text for the message."""
 _UNKNOWN_TO_RUNTIME = frozenset({"Unknown", "ContainerStatusUnknown"})
-"""Reasons of a container that the runtime (exit code 255) or the kubelet (137) found dead after a restart of the node."""
+"""Reasons of a container that was found dead after a node restart, by the runtime (exit code 255) or the kubelet (137)."""
 _OVER_LIMIT = re.compile(
     "Usage of EmptyDir volume .* exceeds the limit|ephemeral local storage usage exceeds|exceeded its local ephemeral storage"
 )
-"""The kubelet's messages about a pod that used more of the node's disk than its volumes or containers may use."""
+"""Matches the kubelet's messages about a pod whose volumes or containers exceeded their limits on the node's disk."""
 _ENDED_BY_KUBELET = frozenset({"Evicted", "Preempting", "Shutdown", "NodeShutdown", "Terminated"})
-"""Reasons of failed pods that the kubelet had admitted. Any other reason means that the kubelet did not admit the pod."""
+"""Reasons of failed pods that the kubelet had admitted. A pod with any other reason was not admitted."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class PodFailure:
     pod: PodView
     failure: FailureClass
     is_echo: bool
-    """Whether it may be the consequence of another rank's failure."""
+    """Whether this may be just a consequence of another rank's failure."""
     time: datetime
     message: str
     report: TerminationReport | None
     advice: str = ""
-    """Advice that replaces that of the container and of the policy for the class; empty if theirs applies."""
+    """Advice that overrides the advice of the container and of the class's policy; empty to use theirs."""
 
     @property
     def evidence(self) -> RankFailure:
@@ -85,14 +85,14 @@ class Failure:
     message: str
     hint: str
     evidence: tuple[RankFailure, ...] = ()
-    """Failures of the pods; the cause comes first."""
+    """Failures of the pods, the cause first."""
     refused: bool = False
-    """Whether the container itself found that the job cannot work; `findings` explain why."""
+    """Whether the container itself found out that the job cannot work; if so, `findings` explain why."""
     findings: tuple[Finding, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     """Facts that the container reported."""
     step: int | None = 0
-    """Step at which the cause was seen; None if its report names no step, 0 if there is no report."""
+    """Step at which the cause occurred; None if its report has no step, 0 if there is no report."""
 
     @property
     def text(self) -> str:
@@ -122,7 +122,7 @@ def classify_pod(pod: PodView) -> PodFailure | None:
 
 
 def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureClass, bool, str] | None:
-    """Return class, whether it may be an echo, and the message to use if the container left none. Certain evidence wins."""
+    """Return the class, whether it may be an echo, and a message in case the container left none. The strongest evidence wins."""
     reported = report.failure if report is not None else None
     if report is not None and report.outcome is Outcome.REFUSED and reported is None:
         reported = FailureClass.USER_CONFIG
@@ -165,9 +165,9 @@ def _class_of(pod: PodView, report: TerminationReport | None) -> tuple[FailureCl
 
 
 def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
-    """Return class and advice for a pod that the kubelet evicted because the pod exceeded its own limit; None for other pods.
+    """Return class and advice for a pod that was evicted because it exceeded a limit of its own; None for any other pod.
 
-    Unlike an eviction that the node causes, such an eviction sets no `DisruptionTarget`, and would happen again.
+    Unlike an eviction that is the node's fault, this one sets no `DisruptionTarget`, and would happen again.
     """
     if pod.disruption or _OVER_LIMIT.search(pod.eviction) is None:
         return None
@@ -177,10 +177,10 @@ def _local_storage(pod: PodView) -> tuple[FailureClass, str] | None:
 
 
 def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
-    """Return when the failure was first seen. If the pod was deleted, this is at the latest when its deletion was requested.
+    """Return when the failure was first seen. If the pod was deleted, this is no later than the request for its deletion.
 
-    Kubernetes truncates times to whole seconds, while a report keeps the fraction. So the API server's times are taken as the end
-    of their second: otherwise a pod that was deleted because of a failure would seem to have ended before that failure.
+    Kubernetes truncates times to whole seconds, while reports keep fractions. So the API server's times are taken as the end of
+    their second: otherwise, a pod that was deleted because of a failure could seem to have ended before that failure.
     """
     times = [moment + _WHOLE_SECOND for moment in (pod.deletion_requested, pod.finished) if moment is not None]
     if report is not None and report.time > 0:
@@ -189,7 +189,7 @@ def _time_of(pod: PodView, report: TerminationReport | None) -> datetime:
 
 
 def failures_of(pods: Iterable[PodView]) -> list[PodFailure]:
-    """Return the failures of these pods; the most likely cause comes first."""
+    """Return the failures of these pods, the most likely cause first."""
     failures = [failure for failure in map(classify_pod, pods) if failure is not None]
     return sorted(
         failures,

@@ -1,7 +1,7 @@
-"""Decides whether a node's conditions report a GPU that broke while training ran there.
+"""Decides by a node's conditions whether a GPU broke while training ran there.
 
-GPU monitors (NVSentinel, the node problem detector, a cloud provider's agent) set a condition on the node. The ranks see such a
-fault only as a failed operation or a silent peer, and that failure would be counted against the job.
+GPU monitors (NVSentinel, the node problem detector, a cloud provider's agent) set a condition on the node. To the ranks, such a
+fault looks like a failed operation or a silent peer, which would count against the job.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from finetune_operator.decide.seen.observed import Observed
 from finetune_operator.decide.seen.stage import attempt_of, current_role, is_ended
 
 MOST_NODES = 64
-"""Maximum number of nodes that are read for one attempt."""
+"""Maximum number of nodes to read for one attempt."""
 _UNEXPLAINED = frozenset({FailureClass.INTERNAL, FailureClass.COLLECTIVE, FailureClass.STALLED, FailureClass.UNKNOWN})
-"""Failure classes that a rank and its peers may report if a GPU broke."""
+"""Failure classes that ranks may report when a GPU has broken."""
 
 
 def nodes_in_question(observed: Observed) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ def nodes_in_question(observed: Observed) -> tuple[str, ...]:
 
 
 def with_device_fault(observed: Observed, current: JobState) -> JobState:
-    """Change the class of a failure to DeviceFault if one of these nodes has a condition that explains it."""
+    """Change the class of a failure to DeviceFault if one of the attempt's nodes has a condition that explains it."""
     failure = current.failure
     if failure is None or failure.failure not in _UNEXPLAINED or not current.pods:
         return current

@@ -1,5 +1,5 @@
-"""Derives the state of one role's Job from the Job and its pods, and why its pods wait: for capacity, which they may do without
-limit, or because something keeps them from starting.
+"""Derives the state of one role's Job from the Job and its pods, and why pods are waiting: for capacity, which may take
+indefinitely long, or because something keeps them from starting.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _IMAGE = frozenset(
 _MOUNT_STATES = frozenset({"CreateContainerConfigError"})
 _MOUNT_EVENTS = ("FailedMount", "FailedAttachVolume", "FailedMapVolume")
 _QUOTA = "exceeded quota"
-"""Text by which refusals of the API server's quota plugin are recognised."""
+"""Text that identifies refusals by the API server's quota plugin."""
 EVIDENCE_GRACE_SECONDS = 20
-"""How long to wait for the cause of a failure while only its echoes are seen. A rank that saw only a failed collective waits 15 s
-before it exits, so that the culprit exits first; the rest is for a watch that is late."""
+"""How long to wait for the cause of a failure while only echoes are seen. A rank that only saw a failed collective waits 15 s
+before it exits, so that the culprit exits first; the other 5 s allow for a late watch."""
 REPORT_GRACE_SECONDS = 10
-"""How long to wait for the report of a pod that succeeded: different watches report Jobs and pods."""
+"""How long to wait for the report of a successful pod, because Jobs and pods have separate watches."""
 OVERDUE_GRACE = timedelta(seconds=30)
 """How long a pod may exceed its grace period before its node counts as lost: kubelets and clocks may be late."""
 
@@ -42,11 +42,11 @@ class Pending:
     is_capacity: bool = False
     """Whether the pods wait for capacity. That is never a failure, however long it takes."""
     failure: FailureClass = FailureClass.UNKNOWN
-    """Class of the failure if the wait lasts too long."""
+    """Class of the failure if the pods wait too long."""
 
     @property
     def needs_attention(self) -> bool:
-        """Whether the wait is reported at once, because a human may have to act."""
+        """Whether to report the wait at once, because a human may have to act."""
         return self.reason is not Reason.WAITING_FOR_PODS
 
 
@@ -56,7 +56,7 @@ def is_quota(message: str) -> bool:
 
 
 def pending(batch_job: BatchJobView, pods: tuple[PodView, ...], num_pods: int) -> Pending:
-    """Return the worst reason why a Job with this number of pods waits."""
+    """Return the most serious reason why a Job with this number of pods is waiting."""
     started = len({pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal})
     progress = f"{started} of {num_pods} pods have started."
     waiting = [pod for pod in pods if pod.started is None and not pod.is_terminal]
@@ -68,7 +68,7 @@ def pending(batch_job: BatchJobView, pods: tuple[PodView, ...], num_pods: int) -
         if refused:
             quota = is_quota(refused[-1])
             return Pending(Reason.CREATE_REFUSED, f"{progress} {refused[-1]}", is_capacity=quota, failure=FailureClass.ADMISSION)
-    # Reporting pods that are merely pending would add nothing, and would cost a status write for each of a thousand jobs.
+    # Pods that are merely pending are not reported: that would add nothing, but cost a status write for each of a thousand jobs.
     causes = (
         f"{progress} {pod.name}: {_latest(pod) or pod.waiting_reason}" for pod in waiting if pod.events or pod.waiting_reason
     )
@@ -117,14 +117,14 @@ class JobState:
     batch_job: BatchJobView | None = None
     pods: tuple[PodView, ...] = ()
     failure: Failure | None = None
-    """Why the Job failed; set if the state is FAILED or LOST."""
+    """Why the Job failed; only set if the state is FAILED or LOST."""
     pending: Pending | None = None
-    """Why not every pod has started; set if the state is QUEUED or WAITING."""
+    """Why not every pod has started; only set if the state is QUEUED or WAITING."""
     requeue_at: datetime | None = None
 
     @property
     def report(self) -> TerminationReport | None:
-        """The report of an ended pod of node rank 0, unless it reports a failure."""
+        """The report of node rank 0's pod once it has ended, unless the report is about a failure."""
         for pod in self.pods:
             if pod.node_rank == 0 and pod.is_terminal and pod.termination_message:
                 report = parse_envelope(pod.termination_message)
@@ -142,7 +142,7 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
             return JobState(State.ABSENT)
         cause = classify(pods, FailureClass.INFRASTRUCTURE, "The Job was deleted by somebody else.")
         return JobState(State.LOST, job, pods, failure=cause)
-    # Pods that a suspension stopped belong to an earlier run of the same Job.
+    # Pods that were stopped by a suspension belong to an earlier run of the same Job.
     pods = tuple(pod for pod in pods if not _belongs_to_earlier_life(pod, job.start_time))
     pods = tuple(_marked_if_overdue(pod, now) for pod in pods)
     if job.has("Complete", "SuccessCriteriaMet"):
@@ -161,7 +161,7 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
         return _failed(job, pods, num_pods, now)
     lost = [failure for failure in failures_of(pods) if failure.failure is FailureClass.NODE_LOST]
     if lost:
-        # No other component reports this: the pod's phase stays Running, and the Job waits for it forever.
+        # Nothing else detects this: the pod's phase stays Running, and the Job would wait for it forever.
         return JobState(State.FAILED, job, pods, failure=classify(pods, FailureClass.NODE_LOST, lost[0].message))
     started = {pod.node_rank for pod in pods if pod.started is not None or pod.is_terminal}
     if len(started) < num_pods:
@@ -171,8 +171,8 @@ def job_state(observed: Observed, role: Role, attempt: int, num_pods: int, *, wa
 
 
 def late_to_start(observed: Observed, now: datetime) -> BatchJobView | None:
-    """Return the Job whose pods seem not to have started in time, else None. The pods are read again before they are given up,
-    because watches may be late and giving up can end the FineTuneJob.
+    """Return the Job whose pods seem not to have started in time, else None. The caller reads the pods again before it gives up,
+    because watches may be late, and giving up can end the FineTuneJob.
     """
     status, spec = observed.job.status, observed.job.spec
     role = current_role(status)
@@ -198,20 +198,20 @@ def _belongs_to_earlier_life(pod: PodView, start: datetime | None) -> bool:
 
 
 def _marked_if_overdue(pod: PodView, now: datetime) -> PodView:
-    """Mark the pod with the disruption `OVERDUE` if it should be gone but is still there, because its node does not answer."""
+    """Mark a pod with the disruption `OVERDUE` if it should be gone by now but still exists because its node does not answer."""
     if pod.is_terminal or pod.disruption in NODE_LOST or pod.deletion_due is None or now < pod.deletion_due + OVERDUE_GRACE:
         return pod
     return replace(pod, disruption=OVERDUE)
 
 
 def ends_by_itself(batch_job: BatchJobView, pods: tuple[PodView, ...]) -> bool:
-    """Whether a Job has ended, or is being stopped by the Job controller because a pod of it failed."""
+    """Whether a Job has ended, or the Job controller is stopping it because one of its pods failed."""
     ended = batch_job.has("Complete", "Failed", "SuccessCriteriaMet", "FailureTarget")
     return ended or any(_broke(pod) for pod in pods)
 
 
 def _broke(pod: PodView) -> bool:
-    """Whether a pod failed on its own. Deleted pods do not count: if the Job controller stopped them, the Job has a condition."""
+    """Whether a pod failed on its own. Deleted pods do not count: if the Job controller deletes pods, the Job has a condition."""
     if pod.gone or pod.deletion_requested is not None:
         return False
     return pod.phase == "Failed" or (pod.exit_code is not None and pod.exit_code != 0)
@@ -234,8 +234,8 @@ def _failed(job: BatchJobView, pods: tuple[PodView, ...], num_pods: int, now: da
         [target.since] if target is not None and target.since is not None else []
     )
     until = min(signs, default=now) + timedelta(seconds=EVIDENCE_GRACE_SECONDS)
-    # A pod that does not end when it should is on a lost node, and that is the cause. Waiting costs nothing, because the next
-    # attempt has to wait for this pod as well.
+    # A pod that outlives its grace period is on a lost node, which is then the cause. Waiting for it costs nothing, because the
+    # next attempt has to wait for this pod anyway.
     due = [pod.deletion_due for pod in pods if pod.deletion_due is not None and not pod.is_terminal]
     until = max([until, *(moment + OVERDUE_GRACE for moment in due)])
     if now >= until or not signs:

@@ -1,4 +1,4 @@
-"""The policy for each class of failure: its evidence, whether and how often it is retried, the pauses, and the advice.
+"""The policy for each failure class: its evidence, whether and how often it is retried, the pauses, and the advice.
 
 `python -m finetune_operator.decide.failures.table` prints it as docs/reference/failures.md.
 """
@@ -18,19 +18,19 @@ from finetune_operator.decide.seen.times import moment_after, timestamp
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 300.0
 MOST_IN_A_ROW = 50
-"""Maximum number of uncounted restarts of one class without progress: after that many, another restart does not help."""
+"""Maximum number of uncounted restarts of one class without progress. After that many, another restart is unlikely to help."""
 MOST_WITHOUT_PROGRESS = 100
-"""Maximum number of uncounted restarts without progress over all classes that are limited by number, so that a job whose failures
-alternate between classes does not restart forever."""
+"""Maximum number of uncounted restarts without progress, summed over all classes that are limited by number, so that a job whose
+failures alternate between classes does not restart forever."""
 MOST_STALLED_STARTS = 5
-"""Maximum number of restarts without progress of a gang whose ranks stalled before they were connected."""
+"""Maximum number of restarts without progress if the ranks stall before they are connected."""
 JITTER = 0.2
-"""Pauses are shortened by up to this share, differently for each job, so that a thousand jobs do not restart at once."""
+"""Maximum share by which pauses are shortened, differently for each job, so that a thousand jobs do not restart at once."""
 _DAY = 86_400
 
 
 class Retry(Enum):
-    """Whether a class of failure is tried again."""
+    """Whether failures of a class are retried."""
 
     NEVER = "no"
     COUNTED = "counted"
@@ -39,21 +39,21 @@ class Retry(Enum):
 
 @dataclass(frozen=True)
 class Policy:
-    """The policy for one class of failure."""
+    """The policy for one failure class."""
 
     retry: Retry
     evidence: str
     """How the class is recognised."""
     advice: str = ""
-    """Advice on what to change, for failures whose container left no hint."""
+    """Advice on what to change, used if the container left no hint."""
     first_pause: float = FIRST_PAUSE_SECONDS
     longest_pause: float = LONGEST_PAUSE_SECONDS
     most_in_a_row: int = MOST_IN_A_ROW
     """Maximum number of uncounted restarts without progress."""
     longest_seconds: int | None = None
-    """Longest time, in seconds, of uncounted restarts without progress; if set, it replaces the limit by number."""
+    """Maximum time in seconds that uncounted restarts may go on without progress; if set, it replaces the limit by number."""
     outside: bool = False
-    """Whether the cause is outside the job. If so, training that is given up leaves the job stalled, not failed."""
+    """Whether the cause is outside the job. If so, the job is stalled rather than failed when training gives up."""
 
 
 _N, _C, _U = Retry.NEVER, Retry.COUNTED, Retry.UNCOUNTED
@@ -219,7 +219,7 @@ class RestartDecision(Enum):
 
 
 def retry_of(failure: FailureClass, step: int | None) -> Retry:
-    """Return whether a failure is tried again. step: the step that its report names.
+    """Return whether a failure is retried. step: the step that its report names.
 
     A stall without a step means that the ranks were not connected yet, which is not the job's fault.
     """
@@ -247,15 +247,15 @@ def restart_decision(
 
 
 def row_of(failure: FailureClass, restarts: Restarts) -> FailureRow:
-    """Restarts of this class since the latest progress. Counters of earlier releases have no class, so they count for each."""
+    """Restarts of this class since the latest progress. Counters of earlier releases have no class and count for all."""
     if not restarts.rows:
         return FailureRow(failure=str(failure), restarts=restarts.in_a_row, since=restarts.in_a_row_since)
     return next((row for row in restarts.rows if row.failure == failure), FailureRow(failure=str(failure)))
 
 
 def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
-    """Return the counters, given the step of the newest checkpoint: if it is newer than at the last failure, the counts in a row
-    are reset.
+    """Return the counters. If the newest checkpoint, which has this step, is newer than at the last failure, the counts of
+    restarts in a row are reset.
     """
     if checkpoint_step is None or (restarts.at_checkpoint is not None and checkpoint_step <= restarts.at_checkpoint):
         return restarts
@@ -263,7 +263,7 @@ def with_progress(restarts: Restarts, checkpoint_step: int | None) -> Restarts:
 
 
 def with_new_row(restarts: Restarts) -> Restarts:
-    """Reset the counters of restarts in a row; those against `run.maxRestarts` stay."""
+    """Reset the counts of restarts in a row, but not the restarts that count against `run.maxRestarts`."""
     return restarts.model_copy(update={"in_a_row": 0, "in_a_row_since": "", "rows": []})
 
 
@@ -285,9 +285,9 @@ def counters_after(decision: RestartDecision, failure: FailureClass, restarts: R
 
 
 def pause_seconds(failure: FailureClass, restarts: Restarts, role: Role, seed: str) -> float:
-    """Return the pause before the next attempt, which doubles with every restart in a row. `seed` determines the jitter.
+    """Return the pause before the next attempt. It doubles with every restart in a row; `seed` determines the jitter.
 
-    The first restart of a gang has no pause unless the class sets its own: every second costs all of the gang's accelerators.
+    A gang's first restart has no pause unless the class sets one, because all of the gang's accelerators idle during a pause.
     """
     policy = POLICY[failure]
     earlier = max(restarts.in_a_row - 1, 0)

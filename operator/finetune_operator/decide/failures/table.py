@@ -1,4 +1,4 @@
-"""`python -m finetune_operator.decide.failures.table`: prints the page about failure classes, from their policies."""
+"""`python -m finetune_operator.decide.failures.table`: generates the page about failure classes from their policies."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The attempt records and restart counters of each role in status. A record is opened when the attempt's pods are first seen to
-run, and closed with the evidence of its end.
+"""The attempt records and restart counters of each role in status. A record is opened when the attempt's pods are first seen
+running, and closed with the evidence of how the attempt ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ModelT = TypeVar("ModelT", Attempt, RankFailure)
 HISTORY_LIMIT = 64
 """Maximum number of attempts that status keeps; older ones are dropped."""
 ABRIDGED_TEXT_LIMIT = 256
-"""Maximum length of a string in the record of an earlier attempt, in characters: etcd stores at most 1.5 MiB per object."""
+"""Maximum length of a string in an earlier attempt's record, in characters, because etcd stores at most 1.5 MiB per object."""
 
 
 def record_of(status: FineTuneJobStatus, role: Role, number: int) -> Attempt | None:
@@ -29,7 +29,7 @@ def record_of(status: FineTuneJobStatus, role: Role, number: int) -> Attempt | N
 
 
 def newly_closed(before: FineTuneJobStatus, after: FineTuneJobStatus, role: Role, number: int) -> Attempt | None:
-    """The record of an attempt if it has ended according to `after`, but not yet according to `before`; otherwise None."""
+    """The record of an attempt that has ended in `after` but not yet in `before`; otherwise None."""
     old, new = record_of(before, role, number), record_of(after, role, number)
     was_open = old is None or old.outcome == AttemptOutcome.RUNNING
     return new if was_open and new is not None and new.outcome != AttemptOutcome.RUNNING else None
@@ -57,7 +57,7 @@ def opened(
     *,
     size: GangSize | None = None,
 ) -> list[Attempt]:
-    """Return the history with the record of an attempt that is running now. `pods`: the pods of this attempt."""
+    """Return the history with a record of the attempt that is running now. `pods`: the pods of this attempt."""
     scheduled = [pod.scheduled for pod in pods if pod.scheduled is not None]
     prepared = [pod.prepared for pod in pods if pod.prepared is not None]
     started = [pod.started for pod in pods if pod.started is not None]
@@ -85,7 +85,7 @@ def closed(
     message: str = "",
     size: GangSize | None = None,
 ) -> list[Attempt]:
-    """Return the history with the end of an attempt, whether its start was recorded or not. `message`: why the attempt ended, if
+    """Return the history with the end of an attempt, whether or not its start was recorded. `message`: why the attempt ended, if
     it did not fail.
     """
     before = record_of(status, role, number) or Attempt(role=role, number=number, start_time=timestamp(time))
@@ -105,12 +105,12 @@ def closed(
 
 
 def with_record(status: FineTuneJobStatus, latest: Attempt) -> list[Attempt]:
-    """Return the history in which this record of the latest attempt replaces its earlier record, if there is one."""
+    """Return the history with this record of the latest attempt, in place of the attempt's earlier record, if any."""
 
     def with_short_texts(model: ModelT) -> ModelT:
         return model.model_copy(update={name: getattr(model, name)[:ABRIDGED_TEXT_LIMIT] for name in ("message", "hint")})
 
-    # The record of an earlier attempt is reduced to the cause of its end.
+    # Records of earlier attempts are reduced to the cause of their end.
     earlier = [
         with_short_texts(attempt).model_copy(update={"evidence": list(map(with_short_texts, attempt.evidence[:1]))})
         for attempt in status.attempts
@@ -128,14 +128,14 @@ def restarts_of(status: FineTuneJobStatus, role: Role) -> Restarts:
 
 
 def with_restarts(status: FineTuneJobStatus, role: Role, restarts: Restarts) -> dict[str, Any]:
-    """Return the status fields with new restart counters of a role, as arguments for `PassResult.set`."""
+    """Return the status fields that hold a role's new restart counters, as arguments for `PassResult.set`."""
     if role is Role.TRAIN:
         return {"restarts": restarts}
     return {"role_restarts": status.role_restarts.model_copy(update={role.value: restarts})}
 
 
 def newest_checkpoint(status: FineTuneJobStatus, role: Role) -> int | None:
-    """Step of the newest checkpoint that the operator knows of; only training has checkpoints."""
+    """Step of the newest checkpoint known to the operator; only training has checkpoints."""
     if role is not Role.TRAIN or status.progress is None:
         return None
     return status.progress.checkpoint_step

@@ -1,8 +1,8 @@
-"""Decides how many nodes an attempt of an elastic gang has.
+"""Decides on how many nodes an attempt of an elastic gang runs.
 
-A gang begins with all nodes. It continues with fewer if some nodes do not become available, or if a node is lost or reclaimed,
-and asks for all nodes again later. Whether they are free is not known in advance, because no node is read: it shows only when the
-queue and the scheduler place the Job of the next attempt. A queue admits all pods of a Job or none.
+A gang first asks for all nodes. It continues on fewer if some nodes do not become available, or if a node is lost or reclaimed,
+and asks for all nodes again later. Whether they are free is not known in advance, because nodes are not read; it turns out only
+when the queue and the scheduler place the next attempt's Job. A queue admits all pods of a Job or none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Elasticity:
 
     fewest: int
     most: int
-    """Smallest and largest number of nodes."""
+    """Minimum and maximum number of nodes."""
     shrink_after: timedelta
     grow_after: timedelta
     is_queued: bool
@@ -38,7 +38,7 @@ class Elasticity:
 
 
 def elasticity(plan: LaunchPlan) -> Elasticity | None:
-    """Return the limits of an elastic gang; None if the gang always has all nodes."""
+    """Return the limits of an elastic gang; None if the gang is not elastic."""
     ranks, placement = plan.parallelism, plan.placement
     if ranks.min_nodes is None or placement is None or placement.elastic is None:
         return None
@@ -53,7 +53,7 @@ def elasticity(plan: LaunchPlan) -> Elasticity | None:
 
 
 def gang_nodes(plan: LaunchPlan, wanted: int | None) -> int:
-    """Number of pods of an attempt. `wanted`: `status.gangNodes`, which anybody may have edited; None means all nodes."""
+    """Number of pods of an attempt. `wanted`: `status.gangNodes`, which may have been edited by hand; None means all nodes."""
     limits = elasticity(plan)
     return plan.parallelism.nodes if limits is None or wanted is None else min(max(wanted, limits.fewest), limits.most)
 
@@ -61,15 +61,15 @@ def gang_nodes(plan: LaunchPlan, wanted: int | None) -> int:
 def nodes_after_failure(limits: Elasticity, nodes: int, pods: Sequence[PodView]) -> int:
     """Number of nodes for the attempt after a failed one: as many as before, minus those that were lost or reclaimed.
 
-    A reclaimed node may be replaced, but the gang does not wait for that. If no node is left, all are requested, and the gang
-    starts on those that become available first.
+    A reclaimed node may be replaced, but the gang does not wait for that. If no node is left, all nodes are requested, and the
+    gang starts on those that become available first.
     """
     lost = len({pod.node_rank for pod in pods if pod.disruption})
     return limits.most if lost >= nodes else max(nodes - lost, limits.fewest)
 
 
 def nodes_that_came(limits: Elasticity, nodes: int, pods: Sequence[PodView], since: datetime, now: datetime) -> int | None:
-    """Number of nodes to start on if some pods have no node after the wait, but the others are enough; None to wait longer."""
+    """Number of nodes to start on if, after the wait, only some pods have a node but those are enough; None to wait longer."""
     placed = len({pod.node_rank for pod in pods if pod.scheduled is not None and pod.deletion_requested is None})
     return placed if limits.fewest <= placed < nodes and now >= since + limits.shrink_after else None
 
@@ -83,8 +83,8 @@ def queued_since(status: FineTuneJobStatus, batch_job: BatchJobView) -> datetime
 
 
 def nodes_to_queue_for(limits: Elasticity, nodes: int, attempts: Sequence[Attempt], since: datetime, now: datetime) -> int | None:
-    """Number of nodes to ask the queue for if it has not admitted the gang in time: as many as the gang last ran on if those were
-    fewer, else half. None means to wait longer.
+    """Number of nodes to ask the queue for if it has not admitted the gang in time: as many as the gang last ran on, if that is
+    fewer, else half as many. None means to wait longer.
     """
     if nodes <= limits.fewest or now < since + limits.shrink_after:
         return None
@@ -128,7 +128,7 @@ def _training(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 
 def _failed_tries(attempts: Sequence[Attempt]) -> int:
-    """Count the resized attempts directly before the current one that never ran, because their nodes did not become available."""
+    """Count the attempts directly before the current one that were resized without ever running, for lack of nodes."""
     tries = 0
     for attempt in reversed(attempts[:-1]):
         if attempt.outcome is not AttemptOutcome.RESIZED:

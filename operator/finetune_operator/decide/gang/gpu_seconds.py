@@ -1,6 +1,6 @@
 """Counts the GPU seconds of training attempts: how long their pods held GPUs, and how much of the training was kept.
 
-They are added to status by the write that closes an attempt, records its interruption by a queue, or ends the job.
+They are added to status together with the end of an attempt, its interruption by a queue, or the end of the job.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEEPS_ITS_STEPS = (AttemptOutcome.SUCCEEDED, AttemptOutcome.SUSPENDED, AttemptO
 
 
 class HeldSeconds(NamedTuple):
-    """Seconds for which pods held their node."""
+    """How many seconds pods held their nodes."""
 
     waiting: int = 0
     """Seconds before the container started."""
@@ -35,7 +35,7 @@ class HeldSeconds(NamedTuple):
 
 
 def held_seconds(pods: Iterable[PodView], since: datetime | None, now: datetime, saved: datetime | None) -> HeldSeconds:
-    """Return how long pods held their nodes between two moments, in whole seconds like the API server's times.
+    """Return how long pods held their nodes between two moments, in whole seconds, like the API server's times.
 
     Args:
         pods: the pods of one attempt.
@@ -59,7 +59,7 @@ def held_seconds(pods: Iterable[PodView], since: datetime | None, now: datetime,
 
 
 def with_gpu_seconds(observed: Observed, after: FineTuneJobStatus, now: datetime) -> FineTuneJobStatus:
-    """Return the status that a pass has decided. If it ends or interrupts the current training attempt, add its GPU seconds."""
+    """Return the status `after`. If it ends or interrupts the current training attempt, the attempt's GPU seconds are added."""
     before = observed.job.status
     number = attempt_of(before, Role.TRAIN)
     old, new = record_of(before, Role.TRAIN, number), record_of(after, Role.TRAIN, number)
@@ -73,7 +73,7 @@ def with_gpu_seconds(observed: Observed, after: FineTuneJobStatus, now: datetime
         return after
     progress = after.progress
     saved = moment_after(progress.checkpoint_time, 0.0) if progress is not None else None
-    # A queue that preempts a gang gives it the time to save, as every orderly end does.
+    # A gang that a queue preempts has time to save, as with every orderly end.
     keeps_steps = new is not None and (new.outcome in _KEEPS_ITS_STEPS or new.failure is FailureClass.PREEMPTED)
     known = observed.pods_of(Role.TRAIN, number)
     pods = [*known, *_vanished_pods(before, new, known, run.plan.parallelism.nodes)]
@@ -92,10 +92,10 @@ def with_gpu_seconds(observed: Observed, after: FineTuneJobStatus, now: datetime
 
 
 def _vanished_pods(status: FineTuneJobStatus, record: Attempt | None, seen: Sequence[PodView], nodes: int) -> list[PodView]:
-    """Reconstruct pods of an attempt that vanished while no operator ran. An attempt has a record once all its pods have run.
-    The vanished pods count as running until another pod ended, or, if none has, until the last step that was seen.
+    """Reconstruct an attempt's pods that vanished while no operator was running. An attempt has a record once all its pods have
+    run. Vanished pods count as running until another pod ended or, if none did, until the last step that was seen.
     """
-    # The record does not say when an interrupted attempt began again, so its time cannot be reconstructed.
+    # The record does not say when an interrupted attempt resumed, so its time cannot be reconstructed.
     if record is None or record.interruptions:
         return []
     ends = [pod.finished for pod in seen if pod.finished is not None]
@@ -107,7 +107,7 @@ def _vanished_pods(status: FineTuneJobStatus, record: Attempt | None, seen: Sequ
     if scheduled is None or started is None or end is None:
         return []
     pod = PodView("", "", Role.TRAIN, record.number, scheduled, scheduled=scheduled, started=started, finished=end)
-    # Anybody may have edited the number in the status, so it is limited to what the plan allows.
+    # The number in status may have been edited by hand, so it is limited to what the plan allows.
     in_attempt = nodes if record.nodes is None else min(max(record.nodes, 1), nodes)
     return [pod] * (in_attempt - len({known.node_rank for known in seen}))
 
@@ -116,7 +116,7 @@ def _end(pod: PodView, now: datetime) -> datetime:
     """When the pod stopped holding its GPUs."""
     if pod.finished is not None:
         return pod.finished
-    # A pod that vanished without a report was deleted by force, or its node is gone: it held its GPUs until it was due.
+    # A pod without a report was deleted by force, or its node is gone: it held its GPUs until its deletion was due.
     due = pod.deletion_due or pod.deletion_requested
     return due if pod.is_terminal and due is not None else now
 

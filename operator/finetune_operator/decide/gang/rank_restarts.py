@@ -1,4 +1,4 @@
-"""Restarts of ranks inside the pod of a single-pod gang. The pod's supervisor restarts them; here they are added to status.
+"""Adds restarts of ranks within the pod of a single-pod gang to status. The pod's supervisor carries the restarts out.
 
 The restarts are read from the latest progress of rank 0, and from the pod's report once the pod has ended.
 """
@@ -23,15 +23,15 @@ from finetune_operator.decide.seen.times import timestamp
 
 
 def restarts_allowed(observed: Observed, run: FrozenRun) -> int:
-    """Maximum number of times that the ranks of a new attempt may be started again in their pod."""
+    """Maximum number of times that the ranks of a new attempt may be restarted within their pod."""
     spec, counted = observed.job.spec, observed.job.status.restarts.counted
     return 0 if spec is None else max(0, min(run.placement.restarts_in_pod, spec.run.max_restarts - counted))
 
 
 def with_rank_restarts(observed: Observed, result: PassResult, attempt: int) -> Observed:
-    """Record restarts that status does not have yet. Returns `observed` with these restarts in its status.
+    """Record restarts that are not in status yet. Returns `observed` with these restarts in its status.
 
-    They are recorded only once the attempt has a record, which is opened when its pods are first seen to run.
+    This requires that the attempt has a record, which is opened when its pods are first seen running.
     """
     status = observed.job.status
     record = record_of(status, Role.TRAIN, attempt)
@@ -61,7 +61,7 @@ def with_rank_restarts(observed: Observed, result: PassResult, attempt: int) -> 
 
 
 def _reported(observed: Observed, attempt: int) -> Sequence[RankRestart]:
-    """The longest list of restarts that was reported; empty if it is not credible, because a container can claim anything."""
+    """The longest reported list of restarts; empty if it is implausible, because a container can claim anything."""
     reports = [parse_envelope(pod.termination_message) for pod in observed.pods_of(Role.TRAIN, attempt)]
     lists = [report.restarts for report in reports if report is not None]
     if observed.progress is not None and observed.progress.attempt == attempt:

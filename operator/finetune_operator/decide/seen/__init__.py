@@ -1,1 +1,1 @@
-"""Plain data about a job and its children, as they were observed."""
+"""Plain data about a job and its children as observed."""

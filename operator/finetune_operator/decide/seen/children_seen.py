@@ -1,6 +1,6 @@
-"""Views of a job's children: Jobs, pods, ConfigMaps, and writes that the API server refused.
+"""Views of a job's children (Jobs, pods, ConfigMaps), and of writes that the API server refused.
 
-They are frozen plain data, which `cache.projection` derives from the server's objects. Times are timezone-aware and in UTC.
+They are immutable plain data, which `cache.projection` derives from the server's objects. Times are timezone-aware and in UTC.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from finetune_job.names import Role
 
 @dataclass(frozen=True, slots=True)
 class JobConditionView:
-    """A condition of a batch Job whose status is True."""
+    """A condition of a batch Job, one whose status is True."""
 
     type: str
     """Type of the condition: `FailureTarget`, `Failed`, `SuccessCriteriaMet`, `Complete` or `Suspended`."""
@@ -37,56 +37,56 @@ class BatchJobView:
     suspended: bool = False
     """`spec.suspend`: set by a queue such as Kueue, and by us only together with a gate."""
     parallelism: int | None = None
-    """Number of pods that run at the same time; for a gang, all of them."""
+    """Number of pods that run at the same time; for a gang, all its pods."""
     admission_gates: tuple[str, ...] = ()
-    """Gates that keep Kueue from admitting the Job, whatever capacity there is."""
+    """Gates that keep Kueue from admitting the Job, even if there is capacity."""
     start_time: datetime | None = None
-    """`status.startTime`; the Job controller resets it when a suspended Job resumes."""
+    """`status.startTime`, which the Job controller resets when a suspended Job resumes."""
     deleting: bool = False
     events: tuple[str, ...] = ()
     """Texts of Warning events of the Job itself (`FailedCreate`: a quota on pods, Pod Security); the latest comes last."""
     queue: str = ""
-    """The queue's explanation of why it holds the Job back (Kueue: reason and message of its Workload); empty if unknown."""
+    """The queue's explanation of why it holds back the Job (for Kueue, its Workload's reason and message); empty if unknown."""
 
     def has(self, *types: str) -> bool:
-        """Whether one of these conditions is True."""
+        """Whether any of these conditions is True."""
         return any(condition.type in types for condition in self.conditions)
 
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod of one role and attempt. After its deletion, its last known state is kept (`gone`) as long as a pass may need it."""
+    """A pod of one role and attempt. After a pod is deleted, its last known state is kept (`gone`) while a pass may need it."""
 
     name: str
     uid: str
     role: Role
     attempt: int
-    """Number in the name of its Job."""
+    """Attempt number, from the name of the pod's Job."""
     created: datetime
     node_rank: int = 0
     """`batch.kubernetes.io/job-completion-index`."""
     phase: str = "Pending"
     gone: bool = False
-    """Whether a DELETED event was seen. If so, the view shows the last state before it."""
+    """Whether the pod was deleted. If so, the view shows its last known state."""
     deletion_requested: datetime | None = None
     """`deletionTimestamp` minus the grace period: when the deletion was requested."""
     deletion_due: datetime | None = None
-    """`deletionTimestamp`: when its grace period is over. A pod that is still there later is on a node that does not answer."""
+    """`deletionTimestamp`: when the grace period ends. If the pod still exists after that, its node does not answer."""
     scheduled: datetime | None = None
-    """When the scheduler found a node for it."""
+    """When the scheduler assigned the pod to a node."""
     prepared: datetime | None = None
-    """When it had its volumes and its network, according to the kubelet's condition `PodReadyToStartContainers`."""
+    """When volumes and network were ready, according to the kubelet's condition `PodReadyToStartContainers`."""
     disruption: str = ""
-    """Reason of the condition `DisruptionTarget`; empty without this condition."""
+    """Reason of the condition `DisruptionTarget`; empty if there is no such condition."""
     started: datetime | None = None
     """When the container began to run."""
     finished: datetime | None = None
     exit_code: int | None = None
-    """Exit code of the container, once it has ended."""
+    """Exit code of the container; None until it has ended."""
     reason: str = ""
-    """Reason of the ended container (`OOMKilled`, `Error`, `Completed`), or of the pod (`Evicted`) if no container ended."""
+    """Reason of the terminated container (`OOMKilled`, `Error`, `Completed`) or, if none terminated, of the pod (`Evicted`)."""
     eviction: str = ""
-    """The kubelet's message if it has evicted the pod, however its containers ended."""
+    """The kubelet's message if it has evicted the pod, no matter how the containers ended."""
     termination_message: str = ""
     waiting_reason: str = ""
     """Reason of a container that is not running yet: `ImagePullBackOff`, `ContainerCreating`, ..."""
@@ -95,13 +95,13 @@ class PodView:
     unschedulable: str = ""
     """Message of the condition `PodScheduled` while it is False."""
     events: tuple[str, ...] = ()
-    """Texts of Warning events of a pod that has been pending for more than a few seconds; the latest comes last."""
+    """Texts of Warning events about a pod that has been pending for more than a few seconds; the latest comes last."""
     pod_ip: str = ""
     node: str = ""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether none of its containers can run any more."""
+        """Whether none of the pod's containers can run any more."""
         return self.gone or self.phase in ("Succeeded", "Failed")
 
 
@@ -125,7 +125,7 @@ class PolicyView:
 
 @dataclass(frozen=True)
 class LiveJob:
-    """A batch Job that a live list has shown."""
+    """A batch Job found by a live list."""
 
     name: str
     uid: str
@@ -134,25 +134,25 @@ class LiveJob:
 
 @dataclass(frozen=True)
 class LivePod:
-    """A pod that a live list has shown and that can still run."""
+    """A pod found by a live list that can still run."""
 
     name: str
     uid: str
     node: str = ""
     deletion_due: datetime | None = None
-    """`deletionTimestamp`: when its grace period is over; None if its deletion was not requested."""
+    """`deletionTimestamp`: when the grace period ends; None if no deletion was requested."""
     orphaned: bool = False
-    """Whether nothing controls it, so nothing else will ever delete it."""
+    """Whether the pod has no controller, so that nothing else will ever delete it."""
 
 
 @dataclass(frozen=True)
 class LiveChildren:
-    """Children that really exist, whatever the cache shows: live lists without label selector, filtered by owner UID."""
+    """Children that really exist, whatever the cache shows, from live lists without a label selector, filtered by owner UID."""
 
     batch_jobs: tuple[LiveJob, ...] = ()
-    """Every batch Job of this FineTuneJob, including those that are being deleted."""
+    """All batch Jobs of this FineTuneJob, including those that are being deleted."""
     running_pods: tuple[LivePod, ...] = ()
-    """The pods of this FineTuneJob, of any attempt, whose phase is neither Succeeded nor Failed."""
+    """All pods of this FineTuneJob, from any attempt, whose phase is neither Succeeded nor Failed."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,6 @@ class RefusedWrite:
     message: str
     """The server's message."""
     tries: int
-    """Number of refusals of this write in a row."""
+    """Number of times in a row that this write was refused."""
     retry_at: datetime
-    """The time until which no child of this job is created or changed."""
+    """Time before which no child of this job is created or changed."""

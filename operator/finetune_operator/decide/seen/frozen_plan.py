@@ -1,4 +1,4 @@
-"""Reads the frozen plan from its ConfigMap and checks it against the digest in status. It is never resolved again."""
+"""Reads the frozen plan from its ConfigMap and checks it against the digest in status. A frozen plan is never resolved again."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from finetune_operator.decide.seen.observed import Observed
 
 @dataclass(frozen=True)
 class PlanLost:
-    """The reason why the job cannot continue: its plan is missing or wrong."""
+    """Why the job cannot continue: its plan is missing or wrong."""
 
     message: str
 
 
 REMEMBERED = 64
-"""Number of parsed plans that are kept, about 25 kB each. A plan never changes, and passes over one job follow each other."""
+"""Number of parsed plans to cache, at about 25 kB each. A plan never changes, and a job often has several passes in a row."""
 _read = lru_cache(REMEMBERED)(read_launch_plan)
 
 
 def frozen_plan(observed: Observed) -> FrozenRun | PlanLost:
-    """Return the plan of a started job, or why it is missing or cannot be used."""
+    """Return the run of a started job with its plan, or why the plan is missing or unusable."""
     expected = observed.job.status.plan
     name = plan_configmap_name(observed.job.name)
     if expected is None:

@@ -1,7 +1,7 @@
-"""Everything that one reconcile pass may look at, as frozen plain data gathered by `passes.gather`.
+"""Everything that a reconcile pass may look at, as immutable plain data gathered by `passes.gather`.
 
-Only objects whose controller owner reference has the UID of the job count as children. Objects with a child's name that belong
-to somebody else are in `Observed.conflicts`. Times are timezone-aware and in UTC.
+Only objects whose controller reference has the UID of the job count as children. Objects that have a child's name but belong to
+somebody else are in `Observed.conflicts`. Times are timezone-aware and in UTC.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class JobView:
     """The parser's message, one line per wrong field."""
     status: FineTuneJobStatus = field(default_factory=FineTuneJobStatus)
     deleting: bool = False
-    """Whether it was deleted and a finalizer still keeps it."""
+    """Whether the job was deleted but is still kept by a finalizer."""
     orphaning: bool = False
-    """Whether it was deleted with the policy Orphan, so what it owns stays."""
+    """Whether the job was deleted with the propagation policy Orphan, so that its children stay."""
 
 
 @dataclass(frozen=True)
 class ProfileView:
-    """The profile that the job uses: `spec.profile`, or the default profile if that is unset."""
+    """The profile that the job uses: the one named in `spec.profile`, or else the default profile."""
 
     name: str
     spec: FineTuneProfileSpec | None = None
@@ -88,11 +88,11 @@ class NodeView:
 
 @dataclass(frozen=True)
 class PlaceInLine:
-    """The place in line of a job that has not started. There is a line per namespace and profile with `maxActiveJobs`."""
+    """The place in line of a job that has not started. Each namespace has a line for each profile with `maxActiveJobs`."""
 
     limit: int
     ahead: int
-    """Number of jobs that are active, or wait and are older; the job may start while this is below the limit."""
+    """Number of active jobs and of older waiting jobs; the job may start once this is below the limit."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Observed:
     job: JobView
     profile: ProfileView
     namespace: NamespaceView | None = None
-    """The namespace; read only if the profile has a `namespaceSelector` and nothing has begun."""
+    """The namespace; read only if the profile has a `namespaceSelector` and nothing has been created from the plan."""
     operator_namespace: str = ""
     """Namespace of the operator, which asks rank 0 for its progress."""
     batch_jobs: tuple[BatchJobView, ...] = ()
@@ -111,30 +111,30 @@ class Observed:
     service_uid: str = ""
     """UID of the gang's Service; empty if the job has none."""
     network_policies: tuple[PolicyView, ...] = ()
-    """The NetworkPolicies of the job, looked up only if `decide.stages.finish.has_expired` asks for them."""
+    """The NetworkPolicies of the job, looked up only if `decide.stages.finish.has_expired` returns True."""
     claims: frozenset[str] = frozenset()
-    """Names of the existing claims among `children.claims.claims_named_by(spec, job name)`. Before anything has begun, a
-    claim with the template's name counts only if the job may use it and it will stay."""
+    """Names of those claims in `children.claims.claims_named_by(spec, job name)` that exist. Until something is created from the
+    plan, a claim with the template's name counts only if the job may use it and it will stay."""
     vanishing: tuple[str, ...] = ()
-    """`Kind/name` of objects of an earlier job of this name that have the name of a child and will go away: they are being
-    deleted, or the garbage collector will delete them."""
+    """`Kind/name` of objects that have a child's name, but belong to an earlier job of the same name and will go away: they are
+    being deleted, or the garbage collector will delete them."""
     conflicts: tuple[str, ...] = ()
-    """`Kind/name` of other objects that have the name of a child and are not ours, found when creating the child failed. They
-    are looked up again in every pass, because nothing is created while one of them exists."""
+    """`Kind/name` of other foreign objects that have a child's name, found when creating the child failed. They are looked up
+    again in every pass, because nothing is created while one of them exists."""
     live: LiveChildren | None = None
-    """Result of a live list, which is requested whenever `decide.stages.blocked.needs_live_list` asks for it. Without one (None),
-    no Job of a later attempt is created."""
+    """Result of a live list, which is made whenever `decide.stages.blocked.needs_live_list` returns True. Without one (None), no
+    Job of a later attempt is created."""
     refused: RefusedWrite | None = None
-    """The write of a child that the API server refused in an earlier pass, until one has succeeded."""
+    """The write of a child that the API server refused in an earlier pass; None once a write has succeeded."""
     line: PlaceInLine | None = None
-    """None if the profile sets no limit."""
+    """The job's place in line; None if the profile sets no limit."""
     nodes: tuple[NodeView, ...] = ()
-    """The nodes that `decide.failures.device_faults.nodes_in_question` names."""
+    """The nodes that `decide.failures.device_faults.nodes_in_question` returns."""
     waiting_in_queue: int | None = None
-    """Number of Workloads that wait in training's ClusterQueue, looked up only if `decide.stages.train_stage.queue_of_growth`
-    names its queue; None if not looked up or not known."""
+    """Number of Workloads waiting in the ClusterQueue of training, looked up only if `decide.stages.train_stage.queue_of_growth`
+    returns a queue; None if not looked up or not known."""
     progress: Progress | None = None
-    """Latest progress of rank 0, set only when it is due to be written; if it is None, status keeps its progress."""
+    """Latest progress of rank 0, set only when it is due to be written; None leaves the progress in status unchanged."""
 
     @property
     def service_exists(self) -> bool:
@@ -142,7 +142,7 @@ class Observed:
         return bool(self.service_uid)
 
     def batch_job(self, role: Role, attempt: int) -> BatchJobView | None:
-        """The Job that runs an attempt of a role, even if it is being deleted."""
+        """The Job that runs an attempt of a role, even if the Job is being deleted."""
         return next((job for job in self.batch_jobs if (job.role, job.attempt) == (role, attempt)), None)
 
     def pods_of(self, role: Role, attempt: int) -> tuple[PodView, ...]:

@@ -14,7 +14,7 @@ ATTEMPT_FIELD = {
     Role.MERGE: "merge_attempt",
     Role.PUBLISH: "publish_attempt",
 }
-"""The field of status with the number of a role's current attempt."""
+"""Role -> field of status with the number of the role's current attempt."""
 CONDITION = {
     Role.FETCH: ConditionType.FETCHED,
     Role.PREFLIGHT: ConditionType.PREPARED,
@@ -22,7 +22,7 @@ CONDITION = {
     Role.MERGE: ConditionType.MERGED,
     Role.PUBLISH: ConditionType.PUBLISHED,
 }
-"""The condition that each role's Job fulfils, in the order of the roles."""
+"""Role -> condition that becomes True when the role is done, in the order of the roles."""
 
 
 def is_ended(status: FineTuneJobStatus) -> bool:
@@ -32,7 +32,7 @@ def is_ended(status: FineTuneJobStatus) -> bool:
 
 
 def is_terminal(status: FineTuneJobStatus) -> bool:
-    """Whether the job has ended and nothing of it is running any more."""
+    """Whether the job has ended and nothing that belongs to it is running any more."""
     return is_condition_true(status.conditions, ConditionType.FINISHED)
 
 
@@ -42,7 +42,7 @@ def is_started(status: FineTuneJobStatus) -> bool:
 
 
 def current_role(status: FineTuneJobStatus) -> Role:
-    """The role whose Job is running, or runs next."""
+    """The role whose Job is running or will run next."""
     return next(
         (role for role, condition in CONDITION.items() if not is_condition_true(status.conditions, condition)), Role.PUBLISH
     )

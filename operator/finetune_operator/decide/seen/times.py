@@ -1,5 +1,5 @@
-"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines that follow from them: for the start of a role's placed
-pods, for the next training step, and for the whole job.
+"""Times in status (RFC 3339, UTC, whole seconds), and the deadlines derived from them: for the start of a role's pods once they
+have nodes, for the next training step, and for the whole job.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def timestamp(moment: datetime) -> str:
 
 
 def moment_after(text: str, seconds: float) -> datetime | None:
-    """Return a time from status plus some seconds. None if it is not in the form that `timestamp` writes: somebody has edited the
-    status, and no pass may fail because of that.
+    """Add seconds to a time from status. Returns None if the time is not in the format of `timestamp`: somebody has edited the
+    status, which must not make a pass fail.
     """
     try:
         return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC) + timedelta(seconds=seconds)
@@ -27,10 +27,10 @@ def moment_after(text: str, seconds: float) -> datetime | None:
 
 
 def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView, ...]) -> datetime | None:
-    """The time by which all pods of this Job must run, counted from the moment when all have a node: capacity may take longer.
+    """The time by which all pods of this Job must run, counted from when all of them have nodes: waiting for capacity is free.
 
-    Without pods it is counted from the start of the Job; None before that. It is not counted from the admission by a queue, which
-    comes some moments before the Job controller starts the Job.
+    Without pods, it is counted from the start of the Job; None before that. It is not counted from the admission by a queue,
+    which comes shortly before the Job controller starts the Job.
     """
     times = [pod.scheduled or pod.created for pod in pods]
     if batch_job.start_time is not None:
@@ -39,7 +39,7 @@ def startup_deadline(run: RunSpec, batch_job: BatchJobView, pods: tuple[PodView,
 
 
 def stall_deadline(run: RunSpec, status: FineTuneJobStatus, pods: tuple[PodView, ...], nodes: int) -> datetime | None:
-    """The time by which training must have made a new step; None without a limit, or until all pods are running."""
+    """The time by which training must have completed another step; None without a limit, or until all pods are running."""
     started = [pod.started for pod in pods if pod.started is not None]
     if run.stall_deadline_seconds is None or len(started) < nodes:
         return None
@@ -50,7 +50,7 @@ def stall_deadline(run: RunSpec, status: FineTuneJobStatus, pods: tuple[PodView,
 
 
 def active_deadline(run: RunSpec, status: FineTuneJobStatus) -> datetime | None:
-    """The time by which the whole job must be done; None without a limit or before the start. Suspended time does not count."""
+    """The time by which the whole job must be done; None without a limit or before the start. Suspension does not count."""
     if run.active_deadline_seconds is None or not status.start_time:
         return None
     return moment_after(status.start_time, run.active_deadline_seconds + status.suspended_seconds)

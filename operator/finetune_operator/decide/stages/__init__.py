@@ -1,1 +1,1 @@
-"""The stages of a job, and what stops it."""
+"""The stages of a job, and what can stop them."""

@@ -1,7 +1,7 @@
-"""Obstacles to creating a child: leftovers of earlier attempts, or an API server that refuses the write.
+"""Obstacles to the creation of a child: leftovers of earlier attempts, or an API server that refuses the write.
 
-Unless a Job is certainly the first of its role, it is created only after a live list without label selector has shown no other
-Job and no pod that can still run: a filtered watch reports a deletion even if somebody only removes a label.
+Unless a Job is certainly the first of its role, it is created only once a live list without label selector shows no other Job and
+no pod that can still run: to a watch with a selector, the removal of a label looks like a deletion.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from finetune_operator.decide.seen.times import moment_after
 _NEVER_CREATED = frozenset({Reason.NOT_OBSERVED, Reason.PENDING, Reason.CREATE_REFUSED})
 FIRST_LOOK_SECONDS = 5.0
 LONGEST_LOOK_SECONDS = 60.0
-"""Bounds of the pause between two checks of an earlier attempt that is disappearing; the pause grows with the wait."""
+"""Bounds of the pause between two checks whether an earlier attempt is gone; the pause grows with the time waited."""
 QUIET_SECONDS = 30.0
-"""If an earlier attempt takes no longer than this to end, status does not report it."""
+"""How long an earlier attempt may take to end before status reports that it is still there."""
 BLOCKED_SECONDS = 1800.0
-"""If a node has not answered for this long, a human has to act."""
+"""How long a node may not answer before a human has to act."""
 
 
 def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
-    """Delete the Jobs of attempts with a lower number than in status, in case the pass that was to delete them did not."""
+    """Delete the Jobs of attempts with a lower number than in status, in case an earlier pass failed to delete them."""
     for batch_job in observed.batch_jobs:
         attempt = attempt_of(observed.job.status, batch_job.role)
         if batch_job.attempt < attempt and batch_job != observed.batch_job(batch_job.role, attempt):
@@ -38,16 +38,16 @@ def delete_earlier_attempts(observed: Observed, result: PassResult) -> None:
 
 
 def needs_live_list(observed: Observed) -> bool:
-    """Whether the next step must wait until a live list has shown that no earlier child is still running.
+    """Whether the next step requires a live list, to be sure that no earlier child is still running.
 
     A list is needed before a Job is created, unless it is the first of its role and no pass has decided to create it yet; before
-    a job that has ended is marked finished; and while a job is being deleted or suspended, because nothing of it may run then.
+    an ended job is marked finished; and while a job is being deleted or suspended, as none of its pods may run then.
     """
     status, spec = observed.job.status, observed.job.spec
     if is_ended(status):
         return is_started(status) and not is_terminal(status)
     if observed.job.deleting:
-        # Once nothing else is left, the live list looks for children that no watch shows.
+        # Once the watches show no more Jobs, a live list looks for children that the watches do not show.
         return is_started(status) and not observed.batch_jobs
     if not is_started(status) or spec is None:
         return False
@@ -59,8 +59,8 @@ def needs_live_list(observed: Observed) -> bool:
 
 
 def delete_leftovers(observed: Observed, result: PassResult, role: Role) -> bool:
-    """Delete by UID the Jobs and pods of earlier attempts that a live list has shown, or of this one if they lost their label.
-    Returns whether the next Job must wait for them; status reports this if it takes long or a node does not answer.
+    """Delete by UID the Jobs and pods in a live list that belong to earlier attempts, or to this one but lost their label.
+    Returns whether the next Job must wait for them; status reports a wait that is long or due to an unresponsive node.
     """
     status = observed.job.status
     attempt = attempt_of(status, role)
@@ -76,8 +76,8 @@ def delete_leftovers(observed: Observed, result: PassResult, role: Role) -> bool
             result.delete_object("Job", job.name, job.uid)
     pods = observed.live.running_pods
     if not others:
-        # Somebody deleted the pods' Job with the policy Orphan. Pods that still have a controller are left to the garbage
-        # collector, or are not ours: a label proves nothing.
+        # These pods' Job was deleted with the policy Orphan. Pods that still have a controller are left to the garbage collector
+        # or are not ours, because a label proves nothing.
         for pod in pods:
             if pod.orphaned and pod.deletion_due is None:
                 result.delete_object("Pod", pod.name, pod.uid)
@@ -88,7 +88,7 @@ def delete_leftovers(observed: Observed, result: PassResult, role: Role) -> bool
     ended = moment_after(latest.end_time, 0.0) if latest is not None else None
     waited = (result.now - ended).total_seconds() if ended is not None else QUIET_SECONDS
     result.requeue_after(min(max(FIRST_LOOK_SECONDS, waited / 4), LONGEST_LOOK_SECONDS))
-    # If the grace period of a pod is over, its node does not answer.
+    # A pod that outlives its grace period is on a node that does not answer.
     blocked = tuple(pod for pod in pods if pod.deletion_due is not None and result.now >= pod.deletion_due + OVERDUE_GRACE)
     if blocked:
         _blocked_on_nodes(observed, result, role, blocked)
@@ -101,7 +101,7 @@ def delete_leftovers(observed: Observed, result: PassResult, role: Role) -> bool
 
 def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: tuple[LivePod, ...]) -> None:
     place = ", ".join(f"pod {pod.name} on node {pod.node or 'unknown'}" for pod in pods[:4])
-    # The current profile counts, not the frozen one: if an administrator withdraws this permission, that takes effect at once.
+    # Use the current profile, not the frozen one: if an administrator withdraws this permission, it must take effect at once.
     profile = observed.profile.spec
     if profile is not None and profile.force_delete_pods_of_lost_nodes:
         for pod in pods:
@@ -124,10 +124,10 @@ def _blocked_on_nodes(observed: Observed, result: PassResult, role: Role, pods: 
 
 
 def wait_for_refused_write(observed: Observed, result: PassResult, kind: ConditionType, fix: str = "") -> bool:
-    """Whether the API server has refused to create or change a child and may not be asked again yet. After a refusal, the
+    """Whether the API server has refused to create or change a child, and it is too early to ask again. After a refusal, the
     condition `kind` gets the server's message, followed by `fix`.
 
-    The operator waits for a quota; any other refusal needs a human.
+    If a quota was the reason, the operator waits; any other refusal needs a human.
     """
     refused = observed.refused
     if refused is None:

@@ -1,7 +1,7 @@
 """Ends a job (success, failure or cancellation), stops what is still running, and deletes what is not kept.
 
-The outcome is final as soon as it is decided, and nothing is created after that. The job is finished once nothing of it is
-running any more. After its time to live, only the FineTuneJob and its claims are left.
+The outcome is final as soon as it is decided, and nothing is created after that. The job is finished once none of its pods can
+run any more. After the time to live, only the FineTuneJob and its claims are left.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from finetune_operator.decide.seen.stage import is_started, is_terminal
 from finetune_operator.decide.seen.times import moment_after, timestamp
 
 REQUEUE_SECONDS = 30.0
-"""Pause between two checks while the last pods end. Their events already cause passes; the checks cover lost events."""
+"""Pause between two checks while the last pods end. Normally events trigger passes; the checks make up for lost events."""
 
 
 def finish_succeeded(observed: Observed, result: PassResult, message: str) -> None:
@@ -27,7 +27,7 @@ def finish_succeeded(observed: Observed, result: PassResult, message: str) -> No
 
 
 def finish_failed(observed: Observed, result: PassResult, reason: Reason, message: str) -> None:
-    """End a job whose first unfinished stage has failed and will not be tried again."""
+    """End a job whose first unfinished stage has failed and will not be retried."""
     _end_unfinished(observed, result, reason, message, message)
     _end(observed, result, False, reason, message)
 
@@ -40,10 +40,10 @@ def finish_cancelled(observed: Observed, result: PassResult) -> None:
 
 
 def conclude(observed: Observed, result: PassResult) -> None:
-    """Finish a job whose outcome is decided, as soon as nothing of it is running."""
+    """Finish a job whose outcome is decided, as soon as none of its pods is running."""
     succeeded = find_condition(observed.job.status.conditions, ConditionType.SUCCEEDED)
     if succeeded is not None:
-        # Another release, or anyone who edited the status, may have written a reason that this release does not know.
+        # Another release, or somebody who edited the status, may have written a reason that this release does not know.
         known = next((reason for reason in Reason if reason == succeeded.reason), Reason.FAILED)
         _finish(observed, result, succeeded.status == "True", known, succeeded.message)
 
@@ -58,7 +58,7 @@ def _end(observed: Observed, result: PassResult, succeeded: bool, reason: Reason
 
 
 def _finish(observed: Observed, result: PassResult, succeeded: bool, reason: Reason, message: str) -> None:
-    """Mark the job finished if it is certain that nothing runs: the watches may not have shown every pod of a failed gang.
+    """Mark the job finished if it is certain that nothing is running: watches may not have shown all pods of a failed gang.
 
     After a success no live list is needed, because a Job that succeeded has no other pods.
     """
@@ -75,8 +75,8 @@ def _finish(observed: Observed, result: PassResult, succeeded: bool, reason: Rea
 
 
 def _end_unfinished(observed: Observed, result: PassResult, reason: Reason, message: str, message_of_attempt: str) -> None:
-    """End the first unfinished stage, and close the record of an attempt that is still running. A record that this pass has
-    closed keeps its evidence.
+    """End the first unfinished stage, and close the record of an attempt that is still running. If this pass has already closed
+    the record, its evidence is kept.
     """
     status = observed.job.status
     stage = next((kind for kind in STAGES if not is_condition_true(status.conditions, kind)), None)
@@ -88,13 +88,13 @@ def _end_unfinished(observed: Observed, result: PassResult, reason: Reason, mess
 
 
 def stop_running(observed: Observed, result: PassResult) -> None:
-    """Delete the Jobs that are still running. Jobs that ended by themselves stay for inspection, with their pods and logs."""
+    """Delete the Jobs that are still running. Jobs that ended on their own are kept for inspection, with their pods and logs."""
     for batch_job in observed.batch_jobs:
         if not ends_by_itself(batch_job, observed.pods_of(batch_job.role, batch_job.attempt)):
             result.delete(batch_job)
     if observed.live is None:
         return
-    # The live list shows what no watch shows, if somebody has removed the label or deleted the Job with the policy Orphan.
+    # The live list also shows what no watch does, because somebody removed the label or deleted the Job with the policy Orphan.
     known = {batch_job.uid for batch_job in observed.batch_jobs}
     for job in observed.live.batch_jobs:
         if job.uid not in known and not job.deleting:
@@ -105,7 +105,7 @@ def stop_running(observed: Observed, result: PassResult) -> None:
 
 
 def stop_deleted(observed: Observed, result: PassResult) -> None:
-    """Stop a deleted job that a finalizer keeps, because soon nothing will manage its children. Creates nothing."""
+    """Stop a job that was deleted but is kept by a finalizer, because soon nothing will manage its children. Creates nothing."""
     stop_running(observed, result)
     running = still_running(observed)
     waits = f"Waiting until {running} has ended." if running else "Everything that it ran has ended."
@@ -117,7 +117,7 @@ def stop_deleted(observed: Observed, result: PassResult) -> None:
 
 
 def still_running(observed: Observed) -> str:
-    """Name the pods of an ended job that can still run, with their nodes, or else its Jobs; empty if nothing can run."""
+    """List the pods of an ended job that can still run, with their nodes, or else its Jobs; empty if nothing can run."""
     jobs = [f"Job {job.name}" for job in observed.batch_jobs if not ends_by_itself(job, observed.pods_of(job.role, job.attempt))]
     nodes = {pod.name: pod.node for pod in observed.pods if not pod.is_terminal}
     if observed.live is not None:
@@ -132,7 +132,7 @@ def still_running(observed: Observed) -> str:
 
 
 def retain(observed: Observed, result: PassResult) -> None:
-    """Delete Jobs that are still running, and all children except claims once the time to live is over. Creates nothing."""
+    """Delete Jobs that are still running and, once the time to live is over, all children except claims. Creates nothing."""
     stop_running(observed, result)
     end = _end_of_life(observed.job)
     if end is None:
@@ -146,13 +146,13 @@ def retain(observed: Observed, result: PassResult) -> None:
         result.delete_object("Service", service_name(observed.job.name), observed.service_uid)
     for policy in observed.network_policies:
         result.delete_object("NetworkPolicy", policy.name, policy.uid)
-    # The plan is deleted last: as long as it exists, the policies are looked up, because no watch shows them.
+    # Delete the plan last: as long as it exists, the NetworkPolicies, which are not watched, are still looked up.
     if observed.plan is not None:
         result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
 
 
 def has_expired(observed: Observed, now: datetime) -> bool:
-    """Whether the time to live of a job is over and something is left that has to be deleted then."""
+    """Whether the time to live of a job is over and something is left to be deleted."""
     end = _end_of_life(observed.job) if is_terminal(observed.job.status) else None
     return end is not None and now >= end and bool(observed.plan or observed.batch_jobs or observed.service_exists)
 

@@ -1,4 +1,4 @@
-"""The stages before training, which need no accelerator: fetch copies model and data to the workspace, and preflight checks
+"""The stages before training, which need no accelerator: fetch copies the model and data to the workspace, and preflight checks
 them.
 """
 
@@ -33,7 +33,7 @@ from finetune_operator.decide.stages.validate_stage import plan_choice
 
 
 def fetch_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while fetch is not done. Returns whether the next stage may begin."""
+    """Handle one pass while fetch is not done. Returns whether the next stage may begin."""
     stage = RoleStage(observed, result, Role.FETCH)
 
     def succeeded(current: JobState) -> bool:
@@ -56,20 +56,20 @@ REHEARSED: dict[str, tuple[bool, Reason]] = {
     "Failed": (False, Reason.REHEARSAL_FAILED),
     "Skipped": (False, Reason.SKIPPED),
 }
-"""Verdict that preflight reports -> status and reason of the condition."""
+"""Verdict on the rehearsal that preflight reports -> status and reason of the condition `Rehearsed`."""
 _REHEARSAL_FINDINGS = ("rehearsal-failed", "rehearsal-not-done")
 _CHOICES = TypeAdapter(tuple[Choice, ...])
 _LEFT_TO_PREFLIGHT = "null"
-"""Value of a choice that preflight has yet to make."""
+"""Value of a choice that is still to be made by preflight."""
 _NUMBER = re.compile(r"[0-9]{1,18}")
 """A number of bytes that fits into 64 bits."""
 
 
 def preflight_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while the job is not prepared. Returns whether the next stage may begin."""
+    """Handle one pass while the job is not prepared. Returns whether the next stage may begin."""
     stage = RoleStage(observed, result, Role.PREFLIGHT)
     attempt = attempt_of(observed.job.status, Role.TRAIN)
-    # If the API server has refused the training Job, it is not tried again before preflight ends; a refusal is reported then.
+    # If the API server refuses the training Job, it is not retried until preflight ends; only then is a refusal reported.
     may_queue_training = (
         run.placement.queue_during_preflight
         and run.placement.pods.train.queue_name is not None
@@ -125,13 +125,13 @@ def _refusal(run: FrozenRun, report: TerminationReport | None) -> Failure | None
     rehearsal = report.facts.get("rehearsal", "") if report is not None else ""
     if not run.placement.requires_rehearsal or rehearsal == _PASSED:
         return None
-    # A trainer image of an earlier release does not know that a rehearsal is required.
+    # Trainer images of earlier releases do not know that a rehearsal may be required.
     finding = rehearsal_required(run.placement.profile, rehearsal if rehearsal in REHEARSED else "not known")
     return Failure(FailureClass.USER_CONFIG, finding.message, finding.fix, findings=(finding,))
 
 
 def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Sequence[Finding]) -> None:
-    """Set the condition of the rehearsal from the report of preflight's container."""
+    """Set the condition `Rehearsed` from the report of preflight's container."""
     verdict = facts.get("rehearsal", "")
     is_passed, reason = REHEARSED.get(verdict, (None, Reason.NOT_OBSERVED))
     since = facts.get("rehearsal_kept_since", "")
@@ -147,8 +147,8 @@ def _set_rehearsal(result: PassResult, facts: Mapping[str, str], findings: Seque
 
 
 def _with_choices(choices: list[PlanChoice], facts: Mapping[str, str]) -> list[PlanChoice]:
-    """Fill in the choices that were left to preflight. A container may report something that is not a choice, or a choice for
-    another field; such reports are ignored.
+    """Fill in the choices that were left to preflight. A container may also report malformed choices, or choices for other
+    fields; these are ignored.
     """
     chosen: dict[str, PlanChoice] = {}
     for fact in (f"[{facts.get('resharding', '')}]", facts.get("batches", "")):
@@ -158,7 +158,7 @@ def _with_choices(choices: list[PlanChoice], facts: Mapping[str, str]) -> list[P
 
 
 def _set_memory(result: PassResult, facts: Mapping[str, str]) -> None:
-    """Record preflight's estimate of the memory, if there is one. A container reports it, so it may not be a number."""
+    """Record preflight's memory estimate, if there is one. A container reports it, so it need not be a number."""
     estimate, limit = facts.get("memory_estimate", ""), facts.get("memory_limit", "")
     if _NUMBER.fullmatch(estimate):
         result.set(memory=MemoryStatus(estimate=int(estimate), limit=int(limit) if _NUMBER.fullmatch(limit) else None))

@@ -25,7 +25,7 @@ _SHA256_LENGTH = 64
 
 
 def merge_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while the job is trained but not merged. Returns whether the next stage may begin."""
+    """Handle one pass while the job is trained but not merged. Returns whether the next stage may begin."""
     stage, plan = RoleStage(observed, result, Role.MERGE), run.plan
 
     def succeeded(current: JobState) -> bool:
@@ -56,7 +56,7 @@ def artifacts(plan: LaunchPlan, facts: dict[str, str]) -> list[Artifact]:
         listed.append(("merged", layout.merged, "merged_manifest_sha256"))
     if plan.merge.enabled:
         listed.append(("verification", layout.verification, "verification_sha256"))
-    if "report_sha256" in facts:  # a trainer image of an earlier release writes no report
+    if "report_sha256" in facts:  # trainer images of earlier releases write no report
         listed.append(("report", layout.report, "report_sha256"))
     listed += [
         ("model-card", layout.model_card, "model_card_sha256"),
@@ -70,14 +70,14 @@ def artifacts(plan: LaunchPlan, facts: dict[str, str]) -> list[Artifact]:
 
 
 def publish_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while the results are on the workspace but not yet at their destination. Returns False: no stage follows."""
+    """Handle one pass while the results are not yet at their destination. Always returns False, because no stage follows."""
     stage, publish = RoleStage(observed, result, Role.PUBLISH), run.plan.publish
 
     def succeeded(current: JobState) -> bool:
         message, facts = _message_and_facts(current)
         address = facts.get("address") or (publish.destination if publish is not None else "")
         digest = facts.get("digest", "").removeprefix("sha256:")
-        # The digest of a Git commit is not SHA-256.
+        # A Git commit's digest is not SHA-256, so there is none.
         published = Artifact(
             name="published", path=address[:MAX_TEXT_LENGTH], sha256=digest if len(digest) == _SHA256_LENGTH else ""
         )

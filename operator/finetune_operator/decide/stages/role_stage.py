@@ -1,4 +1,4 @@
-"""The common part of all roles' stages: create the Job, wait for it within its deadlines, retry or give up."""
+"""The steps that the stages of all roles share: create the Job, wait for it within its deadlines, retry or give up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from finetune_operator.decide.stages.finish import finish_failed
 from finetune_operator.decide.stages.stopped import start_next_attempt, stop_role
 
 QUIET_SECONDS = 10.0
-"""If pods take no longer than this to start, status does not report that they wait."""
+"""How long pods may take to start before status reports that they are waiting."""
 _WAITING = {
     FailureClass.SOURCE_UNAVAILABLE: Reason.WAITING_FOR_SOURCE,
     FailureClass.DESTINATION_UNAVAILABLE: Reason.WAITING_FOR_DESTINATION,
@@ -52,7 +52,7 @@ _WAITING = {
 
 @dataclass(frozen=True)
 class RoleStage:
-    """The common steps of one role in one pass."""
+    """The steps that all roles have in common, for one role in one pass."""
 
     observed: Observed
     result: PassResult
@@ -60,9 +60,9 @@ class RoleStage:
     nodes: int = 1
     """Number of pods of its Job."""
     most_nodes: int | None = None
-    """Largest number of pods that a Job of the role may have; None if all Jobs have the same number."""
+    """Maximum number of pods that a Job of the role may have; None if all its Jobs have the same number."""
     size: GangSize | None = None
-    """Size that the attempt records; None if the gang is not elastic."""
+    """Size to record for the attempt; None if the gang is not elastic."""
 
     @property
     def attempt(self) -> int:
@@ -77,7 +77,7 @@ class RoleStage:
     def job_state(self) -> JobState:
         """The state of the current attempt's Job."""
         before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
-        # The first release kept no records of roles other than training: their condition shows whether the Job was seen.
+        # The first release kept records of training only. For other roles, the condition shows whether the Job was seen.
         unrecorded = self.role is not Role.TRAIN and latest_of(self.observed.job.status, self.role) is None
         was_seen = self.record is not None or (unrecorded and before is not None and before.reason == Reason.RUNNING)
         return job_state(self.observed, self.role, self.attempt, self.nodes, was_seen=was_seen, now=self.result.now)
@@ -92,7 +92,7 @@ class RoleStage:
         succeeded: Callable[[JobState], bool],
         refused: Callable[[Failure], bool] = lambda _failure: False,
     ) -> bool:
-        """Do one pass over the Job of a role with a single pod.
+        """Handle one pass over the Job of a role that has a single pod.
 
         Args:
             build: returns the Job to create.
@@ -118,7 +118,7 @@ class RoleStage:
         return False
 
     def create(self, build: Callable[[], list[Mapping[str, Any]]]) -> None:
-        """Create the Job of the current attempt, once its pause is over and nothing of an earlier attempt is left."""
+        """Create the Job of the current attempt, once the pause is over and nothing is left of earlier attempts."""
         if delete_leftovers(self.observed, self.result, self.role):
             return
         if self._pauses() or wait_for_refused_write(self.observed, self.result, CONDITION[self.role]):
@@ -130,7 +130,7 @@ class RoleStage:
             self.result.condition(ConditionType.READY, False, Reason.WAITING_FOR_PODS)
 
     def wait(self, current: JobState, batch_job: BatchJobView) -> None:
-        """Report what the Job is doing, and give it up if its pods have nodes but take too long to start."""
+        """Report what the Job is doing, and give up on it if its pods have nodes but take too long to start."""
         if current.requeue_at is not None:
             self.result.requeue_at(current.requeue_at)
         if current.state in (State.WAITING, State.QUEUED) and current.pending is not None:
@@ -156,7 +156,7 @@ class RoleStage:
         self.result.set(attempts=attempts)
 
     def resize(self, nodes: int, why: str, batch_job: BatchJobView) -> None:
-        """Continue with a larger or smaller attempt. This is not a failure. Deleting the Job sends SIGTERM, so the gang saves."""
+        """Continue with a larger or smaller gang, which is not a failure. Deleting the Job sends SIGTERM, so the gang saves."""
         status, resized, now = self.observed.job.status, AttemptOutcome.RESIZED, self.result.now
         attempts = closed(status, self.role, self.attempt, resized, now, message=why, size=self.size)
         self.result.set(attempts=attempts, **{ATTEMPT_FIELD[self.role]: self.attempt + 1}, gang_nodes=nodes)
@@ -167,7 +167,7 @@ class RoleStage:
         self.result.delete(batch_job)
 
     def fail(self, failure: Failure, batch_job: BatchJobView | None, nodes: int | None = None) -> None:
-        """Restart or give up, according to the policy. The new number and the evidence are written before the old Job is deleted.
+        """Restart or give up, by the policy. The new attempt number and the evidence are written before the old Job is deleted.
 
         nodes: number of nodes of the next attempt, if the gang is elastic.
         """
@@ -206,7 +206,7 @@ class RoleStage:
         if current.state is State.QUEUED:
             before = find_condition(self.observed.job.status.conditions, CONDITION[self.role])
             if self.record is not None and before is not None and before.reason == Reason.RUNNING:
-                # The queue has preempted the attempt, which is recorded once and does not count as a failure.
+                # The queue has preempted the attempt. This is recorded once, and does not count as a failure.
                 record = self.record.model_copy(update={"interruptions": self.record.interruptions + 1})
                 self.result.set(attempts=with_record(self.observed.job.status, record))
                 message = (
@@ -230,9 +230,9 @@ class RoleStage:
         self.result.condition(ConditionType.READY, False, pending.reason, pending.text)
 
     def _did_not_start(self, pending: Pending, batch_job: BatchJobView, seconds: int) -> None:
-        """Handle pods that have a node but do not start. This ends the job only if it has no checkpoint yet.
+        """Handle pods that have a node but do not start. The job ends only if it has no checkpoint yet.
 
-        A gang is given up, because its other pods hold accelerators; merge and publish continue once the cause is fixed.
+        Training gives up, because a gang's other pods hold accelerators; merge and publish continue once the cause is fixed.
         """
         message = f"Not all pods of {self.role} ran within {seconds} s of being placed. {pending.text}"
         if self.role in (Role.MERGE, Role.PUBLISH):
@@ -245,7 +245,7 @@ class RoleStage:
             finish_failed(self.observed, self.result, Reason.STARTUP_DEADLINE_EXCEEDED, message)
 
     def _pauses(self) -> bool:
-        """Whether the pause after the latest failure is not over. The condition has reported the pause since that failure."""
+        """Whether the pause after the latest failure is not over yet. The condition has shown the pause since that failure."""
         status = self.observed.job.status
         latest = latest_of(status, self.role)
         restarts = restarts_of(status, self.role)
@@ -256,7 +256,7 @@ class RoleStage:
         if until is None or self.result.now >= until:
             return False
         if (until - self.result.now).total_seconds() > 2 * pause:
-            # The clock of an earlier leader was ahead by more than the pause, so it is not known when the pause began.
+            # An earlier leader's clock was ahead by more than the pause, so it is not known when the pause began.
             return False
         self.result.requeue_at(until)
         return True

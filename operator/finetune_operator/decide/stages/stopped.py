@@ -1,6 +1,6 @@
-"""Roles that need a human: the job is stalled, not failed, and an increase of `spec.run.retry` makes the role try again.
+"""Roles that need a human: the job is stalled, not failed, and increasing `spec.run.retry` makes the role try again.
 
-The cause is in a Secret, on a hub or on a claim as often as in the manifest, so the frozen plan may well be right.
+The cause is as likely to be in a Secret, on a hub or on a claim as in the manifest, so the frozen plan may well be right.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ REFUSED = {
     Role.MERGE: Reason.MERGE_STOPPED,
     Role.PUBLISH: Reason.PUBLISH_REFUSED,
 }
-"""Role -> reason that status shows if the role stopped because it found an error in the job."""
+"""Role -> reason in status if the role stopped because it found an error in the job."""
 STOPPED = {**REFUSED, Role.FETCH: Reason.FETCH_STOPPED, Role.PREFLIGHT: Reason.PREFLIGHT_STOPPED}
-"""Role -> reason that status shows if the role stopped for any other cause."""
+"""Role -> reason in status if the role stopped for any other cause."""
 _WHAT_TO_DO = {
     Role.FETCH: "Fix the source or the Secret and increase spec.run.retry, or apply a corrected manifest as a new job.",
     Role.PREFLIGHT: "Fix the cause and increase spec.run.retry, or apply a corrected manifest as a new job.",
@@ -47,7 +47,7 @@ def is_stopped(status: FineTuneJobStatus, role: Role) -> bool:
 
 
 def awaits_retry(status: FineTuneJobStatus) -> bool:
-    """Whether any role has stopped and waits for `spec.run.retry`. Only then is an increase of that field left unhandled."""
+    """Whether any role has stopped and waits for `spec.run.retry`. Only then may an increase of that field be pending."""
     stalled = find_condition(status.conditions, ConditionType.STALLED)
     waits = stalled is not None and stalled.status == "True" and stalled.reason == Reason.STARTUP_DEADLINE_EXCEEDED
     return waits or any(is_stopped(status, role) for role in REFUSED)
@@ -71,12 +71,12 @@ def stop_role(observed: Observed, result: PassResult, role: Role, failure: Failu
     reason = REFUSED[role] if _is_verdict(failure) else STOPPED[role]
     result.condition(CONDITION[role], False, reason, message)
     result.stall(reason, message)
-    # Waiting pods, and Jobs with a place in a queue, hold resources that other jobs could use.
+    # Waiting pods, and Jobs that wait in a queue, hold resources that other jobs could use.
     stop_running(observed, result)
 
 
 def stop_for_user(observed: Observed, result: PassResult, role: Role, failure: Failure) -> bool:
-    """Stall the job if only a human can fix what failed. Returns whether it is stalled."""
+    """Stall the job if only a human can fix the failure. Returns whether the job was stalled."""
     if not _is_verdict(failure):
         return False
     stop_role(observed, result, role, failure)
@@ -101,7 +101,7 @@ def wait_for_retry(observed: Observed, result: PassResult, role: Role) -> bool:
 
 
 def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bool:
-    """If `spec.run.retry` was increased, begin the next attempt of the role with a full budget. Returns whether it began."""
+    """If `spec.run.retry` was increased, begin the role's next attempt and reset its restarts. Returns whether it began."""
     job = observed.job
     if job.spec is None or job.spec.run.retry <= job.status.retry_handled:
         return False
@@ -126,7 +126,7 @@ def start_next_attempt(observed: Observed, result: PassResult, role: Role) -> bo
 
 
 def renewed_resources(observed: Observed, role: Role) -> RoleResources | None:
-    """Resources of a CPU role in the current profile, once the user has asked for a retry; None means those of the plan.
+    """Resources of a CPU role: those of the current profile once the user has asked for a retry; None for those of the plan.
 
     With the resources of the frozen plan, a merge that ran out of memory could never succeed.
     """

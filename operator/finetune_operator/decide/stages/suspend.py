@@ -1,7 +1,7 @@
-"""`spec.run.suspend`: release every pod and keep the checkpoint.
+"""`spec.run.suspend`: release all pods and keep the checkpoints.
 
-Suspending an attempt ends it: the same status write increases the attempt number, and the Job, which now belongs to an earlier
-attempt, is deleted. To resume, it is enough to create the Job with the current number.
+Suspension ends the current attempt: the same status write increases the attempt number, and the Job, which then belongs to an
+earlier attempt, is deleted. To resume, it is enough to create the Job with the current number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from finetune_operator.decide.stages.finish import stop_running
 
 
 def suspend(observed: Observed, result: PassResult) -> None:
-    """Stop what is running. A Job that ended by itself is left to its stage, which handles it when the FineTuneJob continues."""
+    """Stop what is running. A Job that ended on its own is left to its stage, which handles it when the FineTuneJob resumes."""
     status = observed.job.status
     message = "spec.run.suspend is true; the checkpoint is kept."
     role = current_role(status)
@@ -30,7 +30,7 @@ def suspend(observed: Observed, result: PassResult) -> None:
         attempts = closed(status, role, attempt, AttemptOutcome.SUSPENDED, result.now)
         result.set(attempts=attempts, **{ATTEMPT_FIELD[role]: attempt + 1})
         if role is Role.TRAIN:
-            # When an elastic gang continues, it asks for all nodes.
+            # When an elastic gang resumes, it asks for all nodes.
             result.set(gang_nodes=None)
         result.condition(CONDITION[role], None, Reason.SUSPENDED_BY_USER, message)
         result.delete(batch_job)
@@ -38,14 +38,14 @@ def suspend(observed: Observed, result: PassResult) -> None:
     delete_earlier_attempts(observed, result)
     if observed.live is not None:
         stop_running(observed, result)
-    # Whatever needs a human is checked again when the job continues.
+    # Whatever needs a human is checked again when the job resumes.
     result.condition(ConditionType.STALLED, False, Reason.HEALTHY)
     result.condition(ConditionType.SUSPENDED, True, Reason.SUSPENDED_BY_USER, message)
     result.condition(ConditionType.READY, False, Reason.SUSPENDED_BY_USER)
 
 
 def resume(observed: Observed, result: PassResult) -> None:
-    """Continue a job that is not suspended any more, and add the time of the suspension to the total in status."""
+    """Resume a job that is no longer suspended, and add the duration of the suspension to the total in status."""
     status = observed.job.status
     before = find_condition(status.conditions, ConditionType.SUSPENDED)
     since = moment_after(before.last_transition_time, 0.0) if before is not None and before.status == "True" else None

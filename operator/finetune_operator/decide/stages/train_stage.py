@@ -45,7 +45,7 @@ _FIX_OF_UNGATING = "The operator has to remove the gate from the Job: install th
 
 
 def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
-    """Do one pass while the job is prepared but not trained. Returns whether the next stage may begin."""
+    """Handle one pass while the job is prepared but not trained. Returns whether the next stage may begin."""
     observed = with_rank_restarts(observed, result, attempt_of(observed.job.status, Role.TRAIN))
     limits, ranks = elasticity(run.plan), run.plan.parallelism
     nodes = gang_nodes(run.plan, observed.job.status.gang_nodes)
@@ -54,14 +54,14 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
     current = with_device_fault(observed, stage.job_state())
     progress = observed.progress
     if current.state is State.SUCCEEDED and current.report is not None:
-        # If the facts of the report contain no progress, the last known progress stays.
+        # If the report's facts contain no progress, keep the last known progress.
         progress = progress_of_facts(current.report.facts, stage.attempt) or progress
     if progress is not None and progress.attempt == stage.attempt:
         result.set(progress=progress_status(progress, observed.job.status.progress, result.now))
     if current.state is State.ABSENT:
 
         def build() -> list[Mapping[str, Any]]:
-            # The Service is created before the Job: without it, the names of the ranks do not resolve.
+            # Create the Service before the Job: without the Service, the ranks' hostnames do not resolve.
             job = train_job(run, stage.attempt, stage.nodes, restarts_allowed(observed, run))
             return [job] if observed.service_exists else [gang_service(run.owner), job]
 
@@ -85,9 +85,9 @@ def train_stage(observed: Observed, result: PassResult, run: FrozenRun) -> bool:
 
 
 def _lift_gate(stage: RoleStage, _limits: Elasticity | None, current: JobState, batch_job: BatchJobView) -> bool:
-    """Remove our gate, so that the queue can admit a Job that has waited there during preflight. Returns whether it had the gate.
+    """Remove our gate, so that the queue can admit a Job that waited there during preflight. Returns whether it had the gate.
 
-    A gate on a Job that is already running is ignored: anybody may have written it there.
+    A gate on a running Job is ignored, because anybody may have added it.
     """
     if current.state is not State.QUEUED or PREFLIGHT_GATE not in batch_job.admission_gates:
         return False
@@ -97,7 +97,7 @@ def _lift_gate(stage: RoleStage, _limits: Elasticity | None, current: JobState, 
 
 
 def queue_of_growth(observed: Observed, now: datetime) -> str | None:
-    """The LocalQueue of a gang that is due to grow, else None. The gang grows if no Workload waits (`waiting_in_queue`)."""
+    """The LocalQueue of a gang that is due to grow, else None. It grows if no Workload is waiting (`waiting_in_queue`)."""
     status = observed.job.status
     if observed.progress is None or not status.gang_nodes or current_role(status) is not Role.TRAIN:
         return None
@@ -110,7 +110,7 @@ def queue_of_growth(observed: Observed, now: datetime) -> str | None:
 
 
 def _resize(stage: RoleStage, limits: Elasticity | None, current: JobState, batch_job: BatchJobView) -> bool:
-    """End the attempt to continue on the nodes that it got, or to ask for fewer or all nodes. Returns whether it ended."""
+    """End the attempt in order to continue on the nodes it got, or to ask for fewer or all nodes. Returns whether it ended."""
     if limits is None:
         return False
     now, status = stage.result.now, stage.observed.job.status
@@ -142,7 +142,7 @@ def _resize(stage: RoleStage, limits: Elasticity | None, current: JobState, batc
 
 
 def _fail_stalled(stage: RoleStage, _limits: Elasticity | None, current: JobState, batch_job: BatchJobView) -> bool:
-    """Fail the attempt if its pods are running but have made no new step for too long. Returns whether it failed."""
+    """Fail the attempt if its pods are running but have not completed a step for too long. Returns whether it failed."""
     spec, status, result = stage.observed.job.spec, stage.observed.job.status, stage.result
     if current.state is not State.RUNNING or spec is None or result.has_value("progress"):
         return False
@@ -166,11 +166,11 @@ INTERVENTIONS: tuple[Callable[[RoleStage, Elasticity | None, JobState, BatchJobV
     _resize,
     _fail_stalled,
 )
-"""Interventions in a gang that has neither failed nor succeeded. Once one of them acts, the others are not tried."""
+"""Interventions in a gang that has neither failed nor succeeded. They are tried in order until one of them acts."""
 
 
 def progress_status(progress: Progress, before: ProgressStatus | None, now: datetime) -> ProgressStatus:
-    """Convert progress to its form in status, where fractional numbers are strings of six significant digits."""
+    """Convert progress to the form that status has, where fractional numbers are strings with six significant digits."""
     advanced = before is None or before.step != progress.step or not before.advanced_time
     first = before.first_step_time if before is not None else ""
     known = before.checkpoint_step if before is not None else None
@@ -194,7 +194,7 @@ def progress_status(progress: Progress, before: ProgressStatus | None, now: date
 
 
 def progress_of_facts(facts: Mapping[str, str], attempt: int) -> Progress | None:
-    """Read the final progress from the facts of the training pod's report; None if the facts do not contain it."""
+    """Read the final progress from the facts in the training pod's report; None if they do not contain it."""
     try:
         return Progress.model_validate({**facts, "attempt": attempt})
     except ValidationError:

@@ -1,8 +1,8 @@
 """The stage from the manifest to the frozen plan.
 
-Before the start, every pass judges the job again, so it continues by itself once its profile or claim appears. The freeze
-is one status write with the observed resourceVersion as precondition. The plan's ConfigMap and the first Job are created after
-it, in the same pass.
+Until the job starts, every pass evaluates it again, so it continues on its own once a missing profile or claim appears. Freezing
+the plan is a single status write with the observed resourceVersion as precondition. The plan's ConfigMap and the first Job are
+created after this write, in the same pass.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from finetune_operator.decide.seen.times import timestamp
 from finetune_operator.decide.stages.blocked import wait_for_refused_write
 
 NEAR_PLACES = 10
-"""Last place in a line that is shown exactly; later places are rounded."""
+"""Last place in a line that status shows exactly; later places are rounded."""
 FAR_REQUEUE_SECONDS = 300.0
-"""Pause between two checks of a job that is beyond NEAR_PLACES in its line; it is also woken when its turn comes."""
+"""Pause between two checks of a job that is further back in its line than NEAR_PLACES; it is also woken when its turn comes."""
 REQUEUE_SECONDS = 30.0
-"""Pause between two checks of what no watch reports: whether a claim was created, and the labels of the namespace."""
+"""Pause between two checks of what is not watched: whether a claim was created, and the labels of the namespace."""
 
 
 def has_begun(observed: Observed) -> bool:
-    """Whether anything was created from the frozen plan. From then on the plan is never resolved again, and must be restored if
-    it is lost.
+    """Whether anything was created from the frozen plan. From then on, the plan is never resolved again, and if it is lost, it
+    must be restored.
     """
     status = observed.job.status
     conditions = [find_condition(status.conditions, kind) for kind in CONDITION.values()]
@@ -53,9 +53,9 @@ def has_begun(observed: Observed) -> bool:
 
 
 def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
-    """Judge the manifest, freeze the plan and store it. Returns the run with which the first stage may start in the same pass.
+    """Check the manifest, freeze the plan and store it. Returns the run with which the first stage can start in the same pass.
 
-    The freeze is the status write, and every child is created after it.
+    The plan is frozen by the status write, and all children are created after that.
     """
     plan = _accepted_plan(observed, result)
     if plan is None or plan.placement is None:
@@ -65,8 +65,8 @@ def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
     plan_json = canonical_json(plan)
     digest = text_sha256(plan_json)
     if not is_started(status) or status.plan is None or status.plan.hash != digest:
-        # A digest that changed between the freeze and the first child means that the profile was edited in between: nothing has
-        # run, so the newer plan is frozen instead.
+        # If the digest has changed before the first child was created, the profile was edited after the freeze. Nothing has run
+        # yet, so the newer plan is frozen instead.
         choices = [plan_choice(choice) for choice in plan.choices]
         result.set(
             start_time=status.start_time or timestamp(result.now),
@@ -78,19 +78,19 @@ def validate_stage(observed: Observed, result: PassResult) -> FrozenRun | None:
             result.condition(stage, None, Reason.PENDING)
         result.emit("Normal", Reason.ACCEPTED, f"Accepted; plan {digest[:12]} is frozen.")
     if observed.plan is not None:
-        # The ConfigMap is from an earlier freeze: its content does not match the digest in status.
+        # This ConfigMap is from an earlier freeze, because its content does not match the digest in status.
         result.delete_object("ConfigMap", observed.plan.name, observed.plan.uid)
         result.requeue_after(1.0)
         return None
     if wait_for_refused_write(observed, result, ConditionType.READY):
         return None
-    # What every stage needs is created before the Job of the first stage.
+    # Create what all stages need before the Job of the first stage.
     job, profile = observed.job, observed.profile.spec
     owner = Owner(job.namespace, job.name, job.uid)
     if job.spec is not None and profile is not None:
         template = job.spec.workspace.volume_claim_template
         if template is not None and workspace_claim_of(job.spec, job.name) not in observed.claims:
-            # The claim is created before the ConfigMap: once that exists, a missing claim means that somebody has deleted it.
+            # Create the claim before the ConfigMap: once the ConfigMap exists, a missing claim means that somebody deleted it.
             result.create(workspace_claim(owner, template, job.spec.workspace.retain, profile.storage_class_name))
         for policy in network_policies(owner, plan, profile.network, observed.operator_namespace):
             result.create(policy)
@@ -157,7 +157,7 @@ def _waits_in_line(observed: Observed, result: PassResult) -> bool:
         return False
     place = line.ahead - line.limit + 1
     is_near = place <= NEAR_PLACES
-    # Exact places far behind would cost a status write for each of thousands of jobs whenever the line moves.
+    # With exact places, thousands of jobs far back in the line would each cost a status write whenever the line moves.
     shown_place = str(place) if is_near else f"about {float(f'{place:.1g}'):.0f}"
     message = (
         f"Profile {observed.profile.name} allows {line.limit} active jobs in namespace {observed.job.namespace} "
@@ -176,7 +176,7 @@ def _refuse(result: PassResult, reason: Reason, message: str) -> None:
 
 
 def plan_choice(choice: Choice) -> PlanChoice:
-    """Return a choice as status shows it."""
+    """Convert a choice to the form that status has."""
     return PlanChoice(
         field=choice.field[:MAX_TEXT_LENGTH],
         value=json.dumps(choice.value)[:MAX_TEXT_LENGTH],
@@ -185,9 +185,9 @@ def plan_choice(choice: Choice) -> PlanChoice:
 
 
 def missing_claims(observed: Observed, *, template_counts: bool) -> str:
-    """Return a message about the claims that the job names and that do not exist; empty if all exist.
+    """Return a message about claims that the job names but that do not exist; empty if all exist.
 
-    `template_counts`: whether the claim from the template must exist too, because it has been created before.
+    `template_counts`: whether the claim from the template must exist too, because it was created earlier.
     """
     spec = observed.job.spec
     if spec is None:
