@@ -79,7 +79,7 @@ def test_without_a_commit_nothing_is_fetched(hub: Hub, tmp_path: Path):
     wrong, right = plans("hub-source-without-revision", {"model.source": "hf://org/model"}, profile_of(hub))
     with pytest.raises(InvariantError, match=r"hf://org/model has no revision"):
         fetched(wrong, tmp_path)
-    with pytest.raises(ModelError, match=r"model org/model at 0{40}: does not exist"):
+    with pytest.raises(ModelError, match=r"model org/model at 0{40} does not exist"):
         fetched(right, tmp_path)
     assert content(fetched(at(right, commit), tmp_path).base_model) == MODEL
 
