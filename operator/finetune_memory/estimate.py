@@ -294,7 +294,7 @@ class _Estimator:
         optimizer = self.plan.training.optimizer
         # AdamW's fused update needs no temporary memory. The others' foreach update holds intermediate results for all values.
         temporary = 0 if optimizer is OptimizerName.ADAMW else 2 * self.kept.trained_elements
-        # The gradients of this rank's virtual ranks, besides their sum, and the part of all ranks' gradients being exchanged.
+        # An ordered reduction also holds the gradients of each virtual rank here, and the chunk that is being exchanged.
         values = self.shape.num_trained if self.is_ordered else 0
         rounds = -(-self.plan.parallelism.world_size // self.world_size)
         exchanged = (self.world_size + 1) * rounds * min(values, ORDERED_VALUES_AT_ONCE)

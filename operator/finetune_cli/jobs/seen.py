@@ -171,7 +171,7 @@ def _can_be_read(status: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class SeenContainer:
-    """A container of a pod."""
+    """The state of one container, as its pod's status has it."""
 
     state: str
     """`running`, `waiting`, `terminated`, or empty."""

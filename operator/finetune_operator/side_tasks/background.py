@@ -1,4 +1,4 @@
-"""Tasks that run alongside the workers. They survive failures: the server will answer again, and a bug ends only one round."""
+"""Tasks that run alongside the workers. No failure ends them: they are retried after a pause."""
 
 from __future__ import annotations
 

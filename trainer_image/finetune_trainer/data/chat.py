@@ -183,8 +183,8 @@ class ChatTemplate:
         message = messages[number]
         has_words, calls = bool((message["content"] or "").strip()), message.get("tool_calls") or ()
         if len(closed) > 1 or (has_words and not closed and not calls):
-            shown = f"{len(closed)} times" if closed else "nowhere"
-            raise ChatError(key, f"the template writes what the assistant says {shown}, not once", OWN_TEMPLATE)
+            shown = f"{len(closed)} times" if closed else "not at all"
+            raise ChatError(key, f"the template writes the assistant's message {shown} and not exactly once", OWN_TEMPLATE)
         if closed:
             content_end = closed[0]
             before, asker = marks.last_closed(content_end)
@@ -285,7 +285,7 @@ def check_calls(number: int, message: Message, learnt: str) -> None:
     for name, call in zip(names, calls, strict=True):
         if name and learnt.count(name) < names.count(name):
             reason = f"the template leaves out the call of {name!r}, so it would not be learnt"
-            null = "set the content to null, with which some templates write calls, or " if message["content"] == "" else ""
+            null = "set the content to null (some templates write calls only then), or " if message["content"] == "" else ""
             fix = (
                 "write the call into the content as the model is to say it, "
                 "or set a spec.data.chatTemplate that writes tool_calls"

@@ -92,7 +92,7 @@ def non_lora_changes(adapter: AdapterHeaders, model: StoredModel, base_config: M
         raise AdapterTensorError(f"adapter tensor {name} is not a part of a {method} adapter.")
     if shared and not own:
         raise AdapterTensorError(
-            f"the adapter holds {next(iter(shared))}, but no tensor of a module. Save the adapter again from all ranks."
+            f"the adapter holds {next(iter(shared))}, but no tensors of single modules. Save the adapter again from all ranks."
         )
     if own:
         require_all_targets(model, chosen, {model.path(f"{module}.weight") for module in own})

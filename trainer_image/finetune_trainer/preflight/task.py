@@ -80,7 +80,7 @@ def _wrong_ids(config: PreTrainedConfig, written: Mapping[str, Any]) -> list[Fin
                 continue
             reason = f"{CONFIG_FILE} {does} texts with token {beyond[0]} ({name}), and the embedding has {rows} rows (vocab_size)"
             fix = f"write the tokenizer's own {name} in {CONFIG_FILE}, or null where it has none"
-            # Training needs no such token. An impossible padding row is refused when the embedding is built.
+            # Only a warning: training does not use these tokens, and building the embedding refuses a bad pad_token_id.
             findings.append(
                 make_finding("special-token-beyond-vocabulary", field=FIELD, value=str(beyond[0]), message=reason, fix=fix)
             )

@@ -205,7 +205,7 @@ def _faults_of_changed(
     held = torch.promote_types(TORCH_DTYPES[tensor.compute_dtype], out)
     shape = tensor.matrix_shape
     sampler = random.Random(tensor.name)  # noqa: S311 - which rows are compared, the same ones each time
-    # The rows that resizing the vocabulary added. A head that the base does not store was tied to the embedding and has none.
+    # Rows that resizing the vocabulary added; none if the base stores no head of its own to compare with.
     added = range(original.shape[0], shape[0]) if original is not None and len(tensor.changes) == 1 else range(0)
     size = max(MIN_SAMPLE_ROWS, SAMPLE_ROWS // len(tensor.changes))
     for index, changes in enumerate(tensor.changes):

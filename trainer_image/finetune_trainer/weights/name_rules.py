@@ -88,6 +88,6 @@ def match_rule(rule: NameRule, name: str) -> RuleMatch | None:
     # This is the first group inside the matching alternative, the \1 of a target.
     inner = pattern.groupindex[f"source{source}"] + 1
     group = (match.group(inner) or "") if inner <= pattern.groups else ""
-    # The library replaces the first occurrence of the matched text. If a rule looks behind, that may precede the match.
+    # transformers replaces the first occurrence of the matched text, which with a lookbehind may precede the match.
     before, _, after = rest.partition(match.group(0))
     return RuleMatch((scope or "") + before, after, source, expert, group)

@@ -391,7 +391,7 @@ def test_the_fix_names_the_content_that_a_template_expects_next_to_calls():
     refused = one(PHI3.tokenizer(), asked(says(None, tool_calls=[called()])))
     assert refused.fix.startswith('write "" for a content that is null, or change the record')
     left_out = one(PHI3.tokenizer(), asked(says("", tool_calls=[called()])))
-    assert left_out.fix.startswith("set the content to null, with which some templates write calls, or write the call")
+    assert left_out.fix.startswith("set the content to null (some templates write calls only then), or write the call")
 
 
 def test_a_wrong_record_leaves_its_neighbours_alone():
