@@ -6,10 +6,12 @@ scaling, added tokens and first values.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune_job.method_settings import effective_settings
 from finetune_trainer.checkpoint.manifest import Manifest, Origin
 from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
@@ -19,6 +21,10 @@ from finetune_trainer.weights.headers import read_checkpoint
 
 START_FIELD = "spec.training.startFrom"
 START_HINT = f"name a whole checkpoint of a job with the same base model and method as {START_FIELD}, or remove the field"
+
+
+_WITHOUT_MEANING = re.compile(r"ropout|^init|Modules$|^layers|^bias$")
+"""Matches settings of methods that matter only in training, or that names and shapes of the parameters show."""
 
 
 def start_directory(context: RunContext) -> Path | None:
@@ -42,7 +48,8 @@ def origin_of(context: RunContext, data_hash: str = "", first_values: str | None
         if method.lora.starts_from_base:
             settings["init_lora_weights"] = method.lora.init_lora_weights.value
     elif method.adapter is not None:
-        settings |= method.adapter.settings
+        effective = effective_settings(method.type, method.adapter.settings)
+        settings |= {name: value for name, value in effective.items() if not _WITHOUT_MEANING.search(name)}
     return Origin(
         learning_sha256=context.learning_sha256,
         data_hash=data_hash,
@@ -76,8 +83,9 @@ def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tup
     if (there.first_values is not None) is not (origin.method.get("init_lora_weights") is not None):
         has = "from first values of the base model (PiSSA or OLoRA)" if there.first_values else "from zero"
         return f"{directory} was trained {has}, and spec.method.lora.initLoraWeights of this job says otherwise"
-    keys = sorted(there.method.keys() | origin.method.keys()) if there.method else ()
+    own_method = origin.model_dump(mode="json")["method"]
+    keys = sorted(there.method.keys() | own_method.keys()) if there.method else ()
     for key in keys:
-        if (value := there.method.get(key)) != (own := origin.method.get(key)):
+        if (value := there.method.get(key)) != (own := own_method.get(key)):
             return f"{directory} was trained with {key} {value}, here it is {own}: its parameters would mean something else"
     return ""

@@ -90,8 +90,9 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
         for error in links_outside(path, options.root_of(path)) if path.is_dir() else ():
             raise BrokenCheckpointError(f"{error.filename}: {error.strerror}. Put the file itself in its place.")
     inputs = MergeInputs.of(options.base, options.adapters)
-    for adapter in options.adapters:
-        if options.refuses_misfits:
+    for number, adapter in enumerate(options.adapters):
+        # A later adapter may have been trained on the merge of those before it.
+        if options.refuses_misfits and number == 0:
             require_base(options.base, adapter)
         if (doubt := base_doubt(options.base, adapter)) is not None:
             log.warning("%s", doubt)

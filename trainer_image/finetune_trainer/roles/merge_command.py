@@ -121,9 +121,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     if arguments.verify:
         preload(VERIFICATION)
+        from finetune_trainer.merge.inputs import plan_merge
         from finetune_trainer.verify.model_class import model_builder
 
-        # Check this before the merge: a model that cannot be verified would be merged in vain.
+        # Check this before the merge: a model that cannot be verified would be merged in vain. The plan refuses other adapters.
+        plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
         model_builder(options.base, options.adapters)
     warnings = _Warnings()
     logging.getLogger("finetune_trainer.merge").addHandler(warnings)

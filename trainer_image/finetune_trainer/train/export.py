@@ -70,7 +70,8 @@ def export(context: RunContext, checkpoint: Path, manifest: Manifest, fixed: Map
             _export_model(context, directory, checkpoint, manifest, fixed)
         else:
             # Describe the tensors in memory, so that the file is later compared with what was trained and not with itself.
-            facts[BASE_KEY] = origin_of(context).base_sha256
+            # With added tokens, training had a copy of the base that users do not have.
+            facts[BASE_KEY] = None if context.plan.model.added_tokens else origin_of(context).base_sha256
             facts[TENSORS_KEY] = tensor_descriptions(_export_adapter(context, directory, checkpoint, manifest, fixed))
         return _write_manifest(directory, facts)
 

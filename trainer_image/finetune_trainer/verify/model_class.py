@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from finetune_job.failures import FailureClass
 from finetune_job.methods import INSIDE_PEFT
 from finetune_trainer.model.load import without_values
+from finetune_trainer.verify.stored_weights import StoredWeights
 from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import CONFIG_FILE, read_adapter, read_json
 
@@ -44,6 +45,7 @@ def model_builder(base: Path, adapters: Sequence[Path] = (), *, allow_remote_cod
         has_code = "auto_map" in read_json(base / CONFIG_FILE)
         reason = "its code (auto_map in config.json) is not run" if has_code else str(error).partition("\n")[0]
         raise _unverifiable(base, reason) from error
+    stored = StoredWeights(base, None, adapters)
     reasons, best, most = [], None, 0
     for build in _builders(config, allow_remote_code=allow_remote_code):
         try:
@@ -52,6 +54,10 @@ def model_builder(base: Path, adapters: Sequence[Path] = (), *, allow_remote_cod
             # The other lines list all classes that the library knows.
             reasons.append(str(error).partition("\n")[0])
             continue
+        lacking = next((name for name, _ in model.named_parameters() if not stored.holds(name)), None)
+        if lacking is not None:
+            reasons.append(f"its files do not hold {lacking} of {type(model).__name__}")
+            continue
         count = sum(_is_inside(model, name) for name in names)
         if count == len(names):
             return build
@@ -59,7 +65,7 @@ def model_builder(base: Path, adapters: Sequence[Path] = (), *, allow_remote_cod
             best, most = build, count
         reasons.append(f"{type(model).__name__} has no module for {names[0]}")
     if best is None:
-        raise _unverifiable(base, "; ".join(reasons))
+        raise _unverifiable(base, "; ".join(dict.fromkeys(reasons)))
     return best
 
 
@@ -72,8 +78,9 @@ def _builders(config: Any, *, allow_remote_code: bool) -> Iterable[Build]:
 
     yield build
     for name in config.architectures or ():
-        named = getattr(transformers, name, None)
-        if isinstance(named, type) and issubclass(named, PreTrainedModel):
+        named: Any = getattr(transformers, name, None)
+        is_class = isinstance(named, type) and issubclass(named, PreTrainedModel)
+        if is_class and named.can_generate() and named.main_input_name == "input_ids":
 
             def build_named(config: Any, named: Any = named, **options: Any) -> Any:
                 with without_values(allow_remote_code=False):

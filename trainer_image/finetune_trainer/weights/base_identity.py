@@ -31,6 +31,9 @@ def weights_digest(checkpoint: Checkpoint) -> str:
         for tensor in sample:
             files[tensor.file].seek(tensor.offset)
             digest.update(files[tensor.file].read(min(SAMPLED_BYTES, tensor.num_bytes)))
+            # Rows that were filled later are the last ones of an embedding.
+            files[tensor.file].seek(tensor.offset + max(0, tensor.num_bytes - SAMPLED_BYTES))
+            digest.update(files[tensor.file].read(min(SAMPLED_BYTES, tensor.num_bytes)))
     return digest.hexdigest()
 
 
@@ -39,8 +42,8 @@ def require_base(base: Path, adapter: Path) -> None:
     recorded = _recorded(adapter)
     if recorded is not None and recorded != weights_digest(read_checkpoint(base)):
         raise UnsupportedAdapterError(
-            f"{adapter} was trained on other weights than those in {base}: their digests differ. Merged with "
-            "these, the adapter would give a model that was never trained.",
+            f"{adapter} was trained on other weights than those in {base}: names, element types, shapes or values differ. "
+            "Merged with these, the adapter would give a model that was never trained.",
             "give the base of the training, or --force to merge anyway",
         )
 

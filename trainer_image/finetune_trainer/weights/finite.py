@@ -19,7 +19,7 @@ MAGNITUDES: Mapping[str, tuple[Any, int]] = {
 """Element type -> integer type of its bits, and a mask of all bits but the sign."""
 _INFINITY = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}
 """Element type -> bits of infinity. The bits of NaN are larger."""
-_MASKS = re.compile(r"mask|(attn|attention)\.bias$")
+_MASKS = re.compile(r"(^|[._])mask$|(attn|attention)\.(masked_)?bias$")
 """Matches names of attention masks, which some models store with infinity at masked positions."""
 _BLOCK = 1 << 22
 
