@@ -156,11 +156,14 @@ def invalid_records(
         return wrong
     are_many = is_whole and num_wrong > MAX_SKIPPED_SHARE * (num_wrong + num_right)
     done = f"more than the {100 * MAX_SKIPPED_SHARE:g} % that can be skipped" if are_many else "and are skipped"
+    if not is_whole:
+        done = f"and are skipped if they are at most {100 * MAX_SKIPPED_SHARE:g} % of the source"
+    first = "" if is_whole else "the first "
     listed = "; ".join([*places, *([f"and {num_wrong - len(places)} more"] if num_wrong > len(places) else [])])
     skipped = _of_source(
         source,
         "data-records-skipped",
-        f"{num_wrong} of {num_wrong + num_right} records cannot be used, {done}: {listed}",
+        f"{num_wrong} of {first}{num_wrong + num_right} records cannot be used, {done}: {listed}",
         "correct them, or remove them from the source",
         severity="error" if are_many else "warning",
     )

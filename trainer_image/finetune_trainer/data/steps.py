@@ -43,13 +43,15 @@ def fit_batch(plan: RunPlan, num_sequences: int, made: tuple[Choice, ...]) -> tu
 def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iterator[Finding]:
     """Report training data that cannot fill a step, or that packing reduces to only a few steps."""
     training, largest = plan.training, _largest_batch(plan, num_sequences)
-    batch = training.global_batch_size
-    if plan.leaves_open(GLOBAL_BATCH_FIELD) and largest:
-        batch = min(batch, largest)
+    usual = batch = training.global_batch_size
+    is_open = plan.leaves_open(GLOBAL_BATCH_FIELD)
+    if is_open and largest:
+        batch = min(usual, largest)
+    of_records = min(usual, _largest_batch(plan, num_occurrences)) if is_open else usual
     made = f"{num_occurrences} records make {num_sequences} sequence{'' if num_sequences == 1 else 's'}"
     if num_sequences < batch:
         ways = [f"set {GLOBAL_BATCH_FIELD} to {largest}"] if largest else []
-        if plan.data.packing and num_occurrences >= batch:
+        if plan.data.packing and num_occurrences >= of_records > 0:
             ways.append(f"set spec.data.packing: false, which gives {num_occurrences} sequences")
         yield make_finding(
             "fewer-sequences-than-batch",
@@ -59,7 +61,8 @@ def check_steps(plan: RunPlan, num_sequences: int, num_occurrences: int) -> Iter
             fix=", or ".join([*ways, "give more records"]),
         )
         return
-    steps, unpacked = (total_steps(training.epochs, None, number, batch) for number in (num_sequences, num_occurrences))
+    steps = total_steps(training.epochs, None, num_sequences, batch)
+    unpacked = total_steps(training.epochs, None, num_occurrences, of_records or batch)
     if 0 < steps < FEW_STEPS and 2 * steps < unpacked:
         yield make_finding(
             "packing-leaves-few-steps",

@@ -40,6 +40,8 @@ MARKER = re.compile(r"<\|[^<>|\s]{1,40}\|>")
 QUESTIONS, ANSWERS = ([turn["content"] for turn in PROBE[first::2]] for first in (0, 1))
 _OF_VOCABULARIES = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm", "tekken", ".model", "bpe")
 """Parts of the names of files that hold a vocabulary or a tokenizer's code."""
+_WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
+"""Classes of tokenizers whose tokens are bytes or characters, so that they have no vocabulary file."""
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that come with a vocabulary and are useless without one."""
 MarkerProblem = tuple[str, str, str]
@@ -87,7 +89,9 @@ def unusable(directory: Path, message: str) -> Finding:
 def no_tokenizer(directory: Path) -> Finding | None:
     """The finding that a model's directory holds no vocabulary, for which libraries silently make a tokenizer without words."""
     names = [path.name.lower() for path in directory.glob("*") if path.name not in _TOKENIZER_SETTINGS]
-    if any(word in name for name in names for word in _OF_VOCABULARIES):
+    settings = directory / _TOKENIZER_SETTINGS[0]
+    text = settings.read_text(errors="replace") if settings.is_file() else ""
+    if any(word in name for name in names for word in _OF_VOCABULARIES) or any(name in text for name in _WITHOUT_VOCABULARY):
         return None
     message = (
         "the model's directory has no tokenizer: no tokenizer.json, nor tokenizer.model, vocab.json, vocab.txt or tekken.json"

@@ -38,7 +38,7 @@ _SIZE_FIELD = "spec.parallelism.fsdp.minNumParams"
 _VERSION_FIELD = "spec.parallelism.fsdp.version"
 _ORIGINAL_FIELD = "spec.parallelism.fsdp.useOrigParams"
 ROOT = "the root unit"
-LARGE_SHARE, ALL_SHARE = 0.5, 0.9
+LARGE_SHARE, ALL_SHARE = 0.5, 0.99
 """A unit with at least LARGE_SHARE of the layers' parameters is too large, unless the model's own classes give one of similar
 size. If the root unit has at least ALL_SHARE, the plan's classes wrap no layer.
 """

@@ -78,3 +78,9 @@ def test_few_steps_that_packing_leaves_are_told(packing, epochs, occurrences, st
     found = list(check_steps(job, 230, occurrences))
     assert [finding.rule for finding in found] == ([] if steps is None else ["packing-leaves-few-steps"])
     assert all(steps in finding.message and finding.severity == "warning" for finding in found)
+
+
+def test_steps_without_packing_are_counted_with_the_batch_that_they_would_have():
+    assert list(check_steps(plan(epochs=1, maxSteps=None), 1, 20)) == []
+    (finding,) = check_steps(plan(ranks=2, epochs=1, maxSteps=None), 1, 10)
+    assert "set spec.data.packing: false, which gives 10 sequences" in finding.fix

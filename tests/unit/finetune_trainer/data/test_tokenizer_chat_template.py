@@ -4,11 +4,12 @@ import json
 
 import pytest
 from tokenizers import processors
+from transformers import ByT5Tokenizer
 
 from finetune_job.api.inputs import DataFormat, LossOn
 from finetune_job.failures import FailureClass, Outcome
 from finetune_job.plan.run_plan import DataPlan
-from finetune_trainer.data.tokenizer import check_chat_template, no_tokenizer
+from finetune_trainer.data.tokenizer import check_chat_template, load_tokenizer, no_tokenizer
 from finetune_trainer.roles.preflight import run
 from tests.unit.finetune_trainer.data.chat_templates import CHATML, FAMILIES, GEMMA, LLAMA3, THINKING, TWO_STOPS
 from tests.unit.finetune_trainer.data.tokenizers_by_hand import byte_tokenizer
@@ -140,3 +141,9 @@ def test_a_directory_without_a_vocabulary_has_no_tokenizer(tmp_path, name):
     assert "has no tokenizer" in no_tokenizer(tmp_path).message
     (tmp_path / name).touch()
     assert no_tokenizer(tmp_path) is None
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path):
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    assert no_tokenizer(tmp_path) is None
+    assert load_tokenizer(tmp_path, allow_remote_code=False)[1] == []

@@ -64,6 +64,24 @@ def test_recorded_base_is_compared_by_its_weights(base: Path, tmp_path: Path, ca
     assert merge(other, adapter, tmp_path / "wrong", capsys, "--force")[0] == 0
 
 
+def test_second_adapter_may_have_been_trained_on_the_merge_of_the_first(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = rewritten(tiny.save_adapter(tmp_path / "first", base, LORA), digest=weights_digest(read_checkpoint(base)))
+    second = rewritten(tiny.save_adapter(tmp_path / "second", base, LORA, seed=6), digest="0" * 64)
+    assert merge(base, first, tmp_path / "merged", capsys, "--adapter", str(second))[0] == 0
+    assert merge(base, second, tmp_path / "other", capsys, "--adapter", str(first))[0] == REFUSED
+
+
+def test_rows_at_the_end_of_a_large_embedding_make_another_base(tmp_path: Path) -> None:
+    rows = torch.zeros(4096, 8)
+    save_file({"embed.weight": rows}, tmp_path / "model.safetensors")
+    before = weights_digest(read_checkpoint(tmp_path))
+    rows[-1] = 1
+    save_file({"embed.weight": rows}, tmp_path / "model.safetensors")
+    assert weights_digest(read_checkpoint(tmp_path)) != before
+
+
 @pytest.mark.parametrize(
     ("directory", "named", "is_doubtful"),
     [

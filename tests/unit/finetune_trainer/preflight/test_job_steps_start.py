@@ -136,6 +136,29 @@ def test_settings_that_give_parameters_their_meaning_are_the_same(
     assert len(messages) == (expected is not None)
 
 
+LOHA = {"targetModules": ["q_proj", "v_proj"], "r": 4}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"targetModules": ["v_proj", "q_proj"], "rankDropout": "0.1", "initWeights": False}, None),
+        ({"alpha": 8}, None),
+        ({"alpha": 16}, "with alpha 8, here it is 16"),
+    ],
+)
+def test_settings_of_other_methods_are_compared_by_their_meaning(
+    tmp_path: Path, changes: dict[str, Any], expected: str | None
+) -> None:
+    method = {"type": "LoHa", "settings": LOHA, "lora": None}
+    _, seen, _ = started(tmp_path, method=method)
+    own = {**method, "settings": LOHA | changes}
+    seen = replace(seen, context=replace(seen.context, plan=plan_of(tiny_spec(method=own, training={"startFrom": PLACE}))))
+    messages = [finding.message for finding in check_start(seen)]
+    assert [expected in message for message in messages if expected is not None] == [True] * (expected is not None)
+    assert len(messages) == (expected is not None)
+
+
 @pytest.mark.parametrize("kind", ["same", "other", "older release"])
 def test_checkpoint_of_another_base_is_refused(tmp_path: Path, kind: str) -> None:
     _, seen, _ = started(tmp_path, with_base=True)

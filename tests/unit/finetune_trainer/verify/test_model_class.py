@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, PeftConfig, PromptTuningConfig
 from transformers import (
     AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -95,3 +97,26 @@ def test_adapter_of_which_no_class_has_a_module_is_refused(tmp_path: Path) -> No
     adapter = tiny.save_adapter(tmp_path / "adapter", other, LoraConfig(r=4, target_modules=["c_attn"]))
     with pytest.raises(UnverifiableModelError, match=r"LlamaForCausalLM has no module for transformer\.h\.0\.attn\.c_attn"):
         model_builder(base, [adapter])
+
+
+@pytest.mark.parametrize(
+    "settings", [LoraConfig(r=4, target_modules=["query"]), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)]
+)
+def test_classifier_and_virtual_tokens_are_refused_before_the_merge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], settings: PeftConfig
+) -> None:
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    classifier = BertForSequenceClassification(BertConfig(vocab_size=320, **sizes))
+    is_prompt = isinstance(settings, PromptTuningConfig)
+    base = tiny.save_base(tmp_path / "base", tiny.llama(), torch.bfloat16) if is_prompt else tmp_path / "base"
+    if is_prompt:
+        adapter = tiny.save_adapter(tmp_path / "adapter", base, settings)
+    else:
+        classifier.save_pretrained(base)
+        adapter = tiny.save_adapter(tmp_path / "adapter", base, settings, auto=BertForSequenceClassification)
+    assert merge(base, adapter, tmp_path / "merged") != 0
+    out, err = capsys.readouterr()
+    assert out == "", "nothing was merged"
+    assert ("virtual tokens" if is_prompt else "its files do not hold cls.predictions.bias of BertLMHeadModel") in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base"]
