@@ -4,6 +4,8 @@ import os
 
 from tests.unit.finetune_trainer.preflight.conftest import claims, context, made_claims, manifest, model
 
+# Otherwise the command line asks the Hub for the commit of each drawn repository.
+os.environ["HF_HUB_OFFLINE"] = "1"
 __all__ = ["claims", "context", "made_claims", "manifest", "model"]
 
 EXHAUSTIVE = "HOSTILE_CASES"

@@ -23,10 +23,10 @@ def with_commits(finding: Finding, content: Any) -> Finding:
     if NO_COMMIT not in str(finding.changes):
         return finding
     changed, commits = with_changes(content, finding.changes), []
-    for wanted, written in zip(_sources(changed), _sources(content), strict=True):
+    for wanted, written in zip(_sources(changed), _sources(content), strict=False):
         if wanted.get("revision") == NO_COMMIT:
             name = written.get("revision") or str(written.get("source")).partition("@")[2]
-            commit = _commit(wanted["source"], str(name))
+            commit = _commit(str(wanted.get("source")), str(name))
             if commit is None:
                 return finding
             wanted["revision"] = commit
@@ -53,7 +53,9 @@ def _commit(source: str, name: str) -> str | None:
 
     import urllib3
 
-    place = parse_source(source)
+    place = None
+    with suppress(ValueError):  # The rules report an address that is malformed.
+        place = parse_source(source)
     if not isinstance(place, HubPath) or os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
         return None
     kind, at = HUB_DATASETS if place.is_dataset else "models/", f"/revision/{quote(name, safe='')}" if name else ""

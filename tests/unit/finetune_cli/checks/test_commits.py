@@ -89,3 +89,11 @@ def test_without_an_answer_the_manifest_stays_and_the_way_to_the_commit_is_told(
     assert (done.exit_code, "git ls-remote" in done.output) == (1, True)
     fixed = asked(spec, "--fix")
     assert (fixed.exit_code, NO_COMMIT in fixed.stdout) == (1, False)
+
+
+@pytest.mark.parametrize("source", ["hf://datasets/org", "hf://", "hf://org", "hf:///", "hf://datasets/", "hf://a/b/c@d@e"])
+def test_malformed_address_is_reported_and_asks_for_no_commit(asked, source):
+    answer = asked({"model": {"source": "hf://org/name"}, "data": {"source": source}})
+    assert answer.exit_code != 0
+    assert not isinstance(answer.exception, ValueError), answer.exception
+    assert "spec.data.source" in answer.output
