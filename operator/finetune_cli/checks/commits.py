@@ -60,7 +60,7 @@ def _commit(source: str, name: str) -> str | None:
         return None
     kind, at = HUB_DATASETS if place.is_dataset else "models/", f"/revision/{quote(name, safe='')}" if name else ""
     address = f"{os.environ.get('HF_ENDPOINT', _HUB).rstrip('/')}/api/{kind}{place.repository}{at}"
-    with suppress(urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError):
+    with suppress(urllib3.exceptions.HTTPError, OSError, ValueError, AttributeError, RecursionError):
         answer = urllib3.request("GET", address, timeout=SECONDS, retries=urllib3.Retry(3, connect=0, read=0))
         commit = str(answer.json().get("sha"))
         return commit if len(commit) == len(NO_COMMIT) and commit.isalnum() else None

@@ -25,7 +25,7 @@ from finetune_trainer.data.records import Record, RecordProblem
 from finetune_trainer.data.render_chat import ChatError, Tokenizer, template_source
 from finetune_trainer.data.template_probe import PROBE, arguments_key, chat_template
 from finetune_trainer.data.tokenize import EndlessTemplateError, tokenize
-from finetune_trainer.files import GENERATION_FILE
+from finetune_trainer.files import GENERATION_FILE, open_regular
 
 if TYPE_CHECKING:  # not imported to look at the first records
     from finetune_job.plan.run_plan import AddedTokenPlan, RunPlan
@@ -42,6 +42,7 @@ _OF_VOCABULARIES = ("token", "vocab", "merges", "spiece", "sentencepiece", "spm"
 """Parts of the names of files that hold a vocabulary or a tokenizer's code."""
 _WITHOUT_VOCABULARY = ("ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer")
 """Classes of tokenizers whose tokens are bytes or characters, so that they have no vocabulary file."""
+_MOST_SETTINGS_BYTES = 1 << 20
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """Files that come with a vocabulary and are useless without one."""
 MarkerProblem = tuple[str, str, str]
@@ -89,8 +90,9 @@ def unusable(directory: Path, message: str) -> Finding:
 def no_tokenizer(directory: Path) -> Finding | None:
     """The finding that a model's directory holds no vocabulary, for which libraries silently make a tokenizer without words."""
     names = [path.name.lower() for path in directory.glob("*") if path.name not in _TOKENIZER_SETTINGS]
-    settings = directory / _TOKENIZER_SETTINGS[0]
-    text = settings.read_text(errors="replace") if settings.is_file() else ""
+    text = ""
+    with suppress(OSError), open_regular(directory / _TOKENIZER_SETTINGS[0]) as file:
+        text = file.read(_MOST_SETTINGS_BYTES).decode(errors="replace")
     if any(word in name for name in names for word in _OF_VOCABULARIES) or any(name in text for name in _WITHOUT_VOCABULARY):
         return None
     message = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,11 +76,14 @@ class MergeReport:
     left_out: tuple[str, ...] = ()
 
 
-def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = None) -> MergeReport:
-    """Merge, unless the same merge is already complete. progress: called with (bytes of weights so far, bytes in total).
+def merge_adapter(
+    options: MergeOptions, progress: ProgressCallback | None = None, before_writing: Callable[[], None] | None = None
+) -> MergeReport:
+    """Merge, unless the same merge is already complete.
 
-    Raises subclasses of MergeError, in which case `options.output` was not created. After a StorageError, durable parts are kept
-    for the next merge; after other MergeErrors, nothing is kept.
+    progress: called with (bytes of weights so far, bytes in total). before_writing: called once the merge is planned; if it
+    raises, nothing is written. Raises subclasses of MergeError, in which case `options.output` was not created. After a
+    StorageError, durable parts are kept for the next merge; after other MergeErrors, nothing is kept.
     """
     started = time.monotonic()
     for role, path in (("base", options.base), *(("adapter", adapter) for adapter in options.adapters)):
@@ -97,6 +100,8 @@ def merge_adapter(options: MergeOptions, progress: ProgressCallback | None = Non
         if (doubt := base_doubt(options.base, adapter)) is not None:
             log.warning("%s", doubt)
     plan = plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
+    if before_writing is not None:
+        before_writing()
     base = read_checkpoint(options.base)
     others = unnamed_files(base)
     require_all_named(base, others)

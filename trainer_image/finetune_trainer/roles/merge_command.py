@@ -121,19 +121,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     )
     if arguments.verify:
         preload(VERIFICATION)
-        from finetune_trainer.merge.inputs import plan_merge
-        from finetune_trainer.verify.model_class import model_builder
-
-        # Check this before the merge: a model that cannot be verified would be merged in vain. The plan refuses other adapters.
-        plan_merge(options.base, options.adapters, options.dtype, options.max_shard_bytes, options.quantization)
-        model_builder(options.base, options.adapters)
     warnings = _Warnings()
     logging.getLogger("finetune_trainer.merge").addHandler(warnings)
-    merged = merge_adapter(options, _progress_lines())
+    merged = merge_adapter(options, _progress_lines(), partial(_require_class, options) if arguments.verify else None)
     report = {**dataclasses.asdict(merged), "output": str(output), "warnings": warnings.messages}
     if not arguments.verify:
         return report
     return report | _verify(arguments, options, paths, quantization, merged.num_rows, digests=digests)
+
+
+def _require_class(options: MergeOptions) -> None:
+    """Raise UnverifiableModelError if the model cannot be verified and would be merged in vain."""
+    from finetune_trainer.verify.model_class import model_builder
+
+    model_builder(options.base, options.adapters)
 
 
 def _require_device(name: str) -> None:

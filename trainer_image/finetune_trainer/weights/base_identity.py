@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from contextlib import ExitStack
+from itertools import groupby
 from pathlib import Path
 
 from finetune_trainer.files import MANIFEST_FILE, open_regular
@@ -15,7 +15,7 @@ BASE_KEY = "base_sha256"
 SAMPLED_TENSORS = 1024
 """Maximum number of tensors whose values enter the digest."""
 SAMPLED_BYTES = 4096
-"""Number of bytes that are read from the beginning of each of these tensors."""
+"""Number of bytes that are read at the beginning and at the end of each of these tensors."""
 
 
 def weights_digest(checkpoint: Checkpoint) -> str:
@@ -26,14 +26,17 @@ def weights_digest(checkpoint: Checkpoint) -> str:
     tensors = [tensor for _, tensor in sorted(checkpoint.tensors.items())]
     digest = hashlib.sha256(repr([(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors]).encode())
     sample = tensors[:: -(-len(tensors) // SAMPLED_TENSORS) or 1]
-    with ExitStack() as stack:
-        files = {path: stack.enter_context(open_regular(path)) for path in {tensor.file for tensor in sample}}
-        for tensor in sample:
-            files[tensor.file].seek(tensor.offset)
-            digest.update(files[tensor.file].read(min(SAMPLED_BYTES, tensor.num_bytes)))
-            # Rows that were filled later are the last ones of an embedding.
-            files[tensor.file].seek(tensor.offset + max(0, tensor.num_bytes - SAMPLED_BYTES))
-            digest.update(files[tensor.file].read(min(SAMPLED_BYTES, tensor.num_bytes)))
+    values: dict[str, bytes] = {}
+    for path, tensors_of_file in groupby(sorted(sample, key=lambda tensor: tensor.file), key=lambda tensor: tensor.file):
+        with open_regular(path) as file:
+            for tensor in tensors_of_file:
+                size = min(SAMPLED_BYTES, tensor.num_bytes)
+                # Rows that were filled later are the last ones of an embedding.
+                for position in (0, tensor.num_bytes - size):
+                    file.seek(tensor.offset + position)
+                    values[tensor.name] = values.get(tensor.name, b"") + file.read(size)
+    for tensor in sample:
+        digest.update(values[tensor.name])
     return digest.hexdigest()
 
 

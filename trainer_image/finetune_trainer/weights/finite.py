@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune_trainer.files import open_regular
+from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.headers import TensorHeader, read_checkpoint
 
 MAGNITUDES: Mapping[str, tuple[Any, int]] = {
@@ -33,6 +35,17 @@ def _is_finite(header: TensorHeader) -> bool:
     if header.dtype not in _INFINITY or not header.num_bytes or _MASKS.search(header.name):
         return True
     kind, magnitude = MAGNITUDES[header.dtype]
-    bits = np.memmap(header.file, dtype=kind, mode="r", offset=header.offset, shape=(header.num_bytes // kind.itemsize,))
-    blocks = (bits[first : first + _BLOCK] for first in range(0, len(bits), _BLOCK))
-    return all(int((block & kind.type(magnitude)).max()) < _INFINITY[header.dtype] for block in blocks)
+    size = _BLOCK * kind.itemsize
+    # The file is not mapped into memory: if it were cut meanwhile, a signal would end this process.
+    with open_regular(header.file) as file:
+        file.seek(header.offset)
+        for first in range(0, header.num_bytes, size):
+            block = file.read(min(size, header.num_bytes - first))
+            if len(block) < min(size, header.num_bytes - first):
+                raise BrokenCheckpointError(
+                    f"{header.file}: ended inside tensor {header.name} while it was read. Fetch it again."
+                )
+            bits = np.frombuffer(block, dtype=kind)
+            if int((bits & kind.type(magnitude)).max()) >= _INFINITY[header.dtype]:
+                return False
+    return True

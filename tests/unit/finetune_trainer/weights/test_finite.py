@@ -1,5 +1,6 @@
 """The search for NaN and infinity, over element types, places and names."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from finetune_trainer.weights import finite
+from finetune_trainer.weights.errors import BrokenCheckpointError
 from finetune_trainer.weights.finite import first_not_finite
+from finetune_trainer.weights.headers import read_checkpoint
 
 
 def found(directory: Path, tensors: dict[str, torch.Tensor]) -> str | None:
@@ -41,3 +44,11 @@ def test_whole_numbers_are_finite(tmp_path: Path) -> None:
     assert (
         found(tmp_path, {"ids": torch.full((3,), -1, dtype=torch.int16), "packed": torch.full((3,), 255).to(torch.uint8)}) is None
     )
+
+
+def test_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(1 << 16)}, tmp_path / "model.safetensors")
+    (header,) = read_checkpoint(tmp_path).tensors.values()
+    os.truncate(header.file, 1 << 12)
+    with pytest.raises(BrokenCheckpointError, match="ended inside tensor"):
+        finite._is_finite(header)
