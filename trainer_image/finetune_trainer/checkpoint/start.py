@@ -17,6 +17,7 @@ from finetune_trainer.context import RunContext
 from finetune_trainer.errors import CheckpointError
 from finetune_trainer.files import OutsideError, inside
 from finetune_trainer.weights.base_identity import weights_digest
+from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.headers import read_checkpoint
 
 START_FIELD = "spec.training.startFrom"
@@ -40,7 +41,7 @@ def start_directory(context: RunContext) -> Path | None:
 
 
 def origin_of(context: RunContext, data_hash: str = "", first_values: str | None = None) -> Origin:
-    """Return the origin that checkpoints of this run record. Raises BrokenCheckpointError."""
+    """Return the origin that checkpoints of this run record."""
     method = context.plan.method
     settings: dict[str, Any] = {"type": method.type.value}
     if method.lora is not None:
@@ -55,9 +56,17 @@ def origin_of(context: RunContext, data_hash: str = "", first_values: str | None
         data_hash=data_hash,
         first_values=first_values,
         added_tokens=[token.content for token in context.plan.model.added_tokens],
-        base_sha256=weights_digest(read_checkpoint(context.source_model)) if context.source_model.is_dir() else None,
+        base_sha256=_base_digest(context.source_model),
         method=settings,
     )
+
+
+def _base_digest(directory: Path) -> str | None:
+    # The digest only serves a later start or merge, so a base that cannot be read in this way must not end the training.
+    try:
+        return weights_digest(read_checkpoint(directory))
+    except (MergeError, OSError):
+        return None
 
 
 def start_problem(directory: Path, manifest: Manifest, trained: Mapping[str, tuple[int, ...]], origin: Origin) -> str:

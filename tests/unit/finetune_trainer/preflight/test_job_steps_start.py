@@ -13,6 +13,7 @@ import pytest
 
 from finetune_job.plan.run_plan import AddedTokenPlan
 from finetune_trainer.checkpoint.manifest import MANIFEST, decode_manifest
+from finetune_trainer.checkpoint.start import origin_of
 from finetune_trainer.preflight.inspection import Inspection
 from finetune_trainer.preflight.job_steps import check_start
 from tests.support.tiny_model import plan_of, run_context, tiny_spec, write_tiny_llama
@@ -171,3 +172,11 @@ def test_checkpoint_of_another_base_is_refused(tmp_path: Path, kind: str) -> Non
         path.write_bytes(manifest.model_copy(update={"origin": manifest.origin.model_copy(update=older)}).encode())
     messages = [finding.message for finding in check_start(seen)]
     assert ["another base model" in message for message in messages] == [True] * (kind == "other")
+
+
+def test_base_that_cannot_be_identified_ends_no_training(tmp_path: Path) -> None:
+    _, seen, _ = started(tmp_path)
+    model = seen.context.source_model
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "model.safetensors").write_bytes(b"not a header")
+    assert origin_of(seen.context).base_sha256 is None
