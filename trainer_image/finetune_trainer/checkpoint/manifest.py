@@ -90,7 +90,7 @@ class Origin(ManifestModel):
     added_tokens: list[str] = []
     """Tokens that the run added to the base, in the order of their rows."""
     base_sha256: str | None = None
-    """Digest of the base's weights (weights/base_identity.py); None if its directory was missing."""
+    """Digest of the base's weights (weights/base_identity.py); None if unknown."""
     method: dict[str, Any] = {}
     """Settings that, besides names and shapes, determine what the parameters mean."""
 

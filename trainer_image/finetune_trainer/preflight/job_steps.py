@@ -36,7 +36,6 @@ from finetune_trainer.preflight.memory import memory_need
 from finetune_trainer.preflight.model_process import start_check
 from finetune_trainer.preflight.places import no_room, not_vacant, not_writable
 from finetune_trainer.processes.start import torch_is_here
-from finetune_trainer.weights.errors import MergeError
 from finetune_trainer.weights.finite import first_not_finite
 
 BYTES_PER_VALUE = 4
@@ -139,7 +138,7 @@ def check_start(seen: Inspection) -> Iterable[Finding]:
         for entry in manifest.files:
             verify_file(directory, entry)
         problem = start_problem(directory, manifest, seen.structure.trainable, origin_of(seen.context))
-    except (CheckpointError, MergeError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         problem = str(error)
     if not problem:
         return ()
